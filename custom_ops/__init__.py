@@ -1,0 +1,4 @@
+"""Operations of Qwen 3.5 written in JAX: one folder an operation, one file an implementation.
+
+`reference` defines the right answer, `xla` runs on any backend. Nothing here knows PyTorch but `bridge.py`.
+"""

@@ -1,0 +1,21 @@
+"""Mixture of experts over a flat batch of tokens, experts split over devices, no token padded or dropped.
+
+Every implementation is a function with this signature (T tokens and E / devices experts of one device):
+
+    ragged_moe(hidden, router_logits, valid, gate_up, down, *, top_k, token_axes, expert_axes, round_weights=False)
+        -> output
+
+    hidden           [T, hidden size]
+    router_logits    [T, E] float32
+    valid            [T] bool; rows that are no token reach no expert and get zero
+    gate_up          [local experts, 2 * width, hidden size], gate rows first
+    down             [local experts, hidden size, width]
+    top_k            experts a token
+    token_axes       mesh axes that split the tokens
+    expert_axes      mesh axes that split the experts; a device holds a contiguous run of them
+    round_weights    round the routing weights to the dtype of hidden, as transformers does
+
+    output           [T, hidden size] in the dtype of hidden
+
+Routing is a float32 softmax over all experts, the top_k largest, divided by their sum.
+"""

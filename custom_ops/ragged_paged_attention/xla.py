@@ -1,0 +1,70 @@
+"""Ragged paged attention for any backend: tiles of queries against blocks of pages, with a running softmax.
+
+The running softmax is that of "Self-attention Does Not Need O(n²) Memory" (arXiv:2112.05682). Only pages up to a tile's
+last position are read, so work follows the tokens that are there and not the size of the page table.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+
+from custom_ops.ragged import tile_sequences
+from custom_ops.ragged_paged_attention.pages import write
+
+QUERY_TILE = 128
+"""Rows of one sequence that are handled together in prefill."""
+BLOCK = 256
+"""Positions that one step of the inner loop reads in prefill, rounded up to whole pages."""
+MASKED = -1e30
+"""Score of an unseen position: finite, so that a block without any seen position leaves no NaN."""
+
+
+def ragged_paged_attention(
+    query, key, value, pages, query_start, query_length, context_length, page_table, *, scale: float, decode: bool = False
+):
+    """See `custom_ops.ragged_paged_attention` for arguments and results."""
+    pages = write(pages, key, value, query_start, query_length, context_length, page_table)
+    rows, query_heads, dim = query.shape
+    heads, group, page_size = key.shape[1], query_heads // key.shape[1], pages.shape[1]
+    tile = 1 if decode else QUERY_TILE
+    step = 1 if decode else min(max(BLOCK // page_size, 1), page_table.shape[1])  # pages a step
+    tiles = tile_sequences(query_start, query_length, tokens=rows, tile=tile)
+    padded = -(-page_table.shape[1] // step) * step - page_table.shape[1]
+    page_table = jnp.pad(page_table, ((0, 0), (0, padded)))  # unread: positions there are never seen
+    # [tiles, heads, group * tile, dim]
+    grouped = (tiles.gather(query, 0) * jnp.asarray(scale, query.dtype)).reshape(-1, tile, heads, group, dim)
+    grouped = jnp.transpose(grouped, (0, 2, 3, 1, 4)).reshape(-1, heads, group * tile, dim)
+
+    def one_tile(index, output):
+        sequence = tiles.sequence[index]
+        first = context_length[sequence] + tiles.offset[index]
+        position = jnp.tile(first + jnp.arange(tile), group)
+        last = jnp.minimum(first + tile, context_length[sequence] + query_length[sequence])
+
+        def block(number, carry):
+            total, highest, weighted = carry
+            table = lax.dynamic_slice(page_table, (sequence, number * step), (1, step))[0]
+            history = pages[table].reshape(step * page_size, heads, 2, dim)
+            scores = jnp.einsum("hqd,lhd->hql", grouped[index], history[:, :, 0], preferred_element_type=jnp.float32)
+            seen = number * step * page_size + jnp.arange(step * page_size)
+            # Unseen values are zeroed as well: an unwritten page may hold anything, and 0 times NaN is NaN.
+            values = jnp.where((seen < last)[:, None, None], history[:, :, 1], 0)
+            scores = jnp.where(seen <= position[:, None], scores, MASKED)
+            new_highest = jnp.maximum(highest, scores.max(-1))
+            weights = jnp.exp(scores - new_highest[..., None])
+            shrink = jnp.exp(highest - new_highest)
+            update = jnp.einsum("hql,lhd->hqd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+            return total * shrink + weights.sum(-1), new_highest, weighted * shrink[..., None] + update
+
+        start = (
+            jnp.zeros((heads, group * tile), jnp.float32),
+            jnp.full((heads, group * tile), MASKED, jnp.float32),
+            jnp.zeros((heads, group * tile, dim), jnp.float32),
+        )
+        total, _, weighted = lax.fori_loop(0, -(-last // (step * page_size)), block, start)
+        return output.at[index].set((weighted / total[..., None]).astype(output.dtype))
+
+    output = lax.fori_loop(0, tiles.count, one_tile, jnp.zeros_like(grouped))
+    output = jnp.transpose(output.reshape(-1, heads, group, tile, dim), (0, 3, 1, 2, 4))
+    return tiles.scatter(output.reshape(-1, tile, query_heads, dim)), pages

@@ -1,0 +1,18 @@
+"""Qwen 3.5 on TPUs with PyTorch/XLA, as transformers' users know it."""
+
+from torchqwen_tpu.auto import AutoModelForCausalLM, register
+from torchqwen_tpu.cache import HybridCache
+from torchqwen_tpu.config import ParallelConfig, RuntimeConfig
+from torchqwen_tpu.models.causal_lm import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AutoModelForCausalLM",
+    "HybridCache",
+    "ParallelConfig",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "RuntimeConfig",
+    "register",
+]

@@ -1,0 +1,1 @@
+"""Checkpoints in the published layout: from files to the devices and back."""

@@ -1,0 +1,129 @@
+"""From checkpoint files to parameters on the devices: everything is checked before the first tensor is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+from transformers.utils import logging
+
+from torchqwen_tpu.checkpoint.files import DTYPES, CheckpointError, CheckpointFiles
+from torchqwen_tpu.checkpoint.layout import to_device_order
+from torchqwen_tpu.checkpoint.names import Source, is_carried, parameter_of
+from torchqwen_tpu.ops import gated_delta_net_shape
+
+KEEP_FP32 = ("linear_attn.A_log", "linear_attn.norm.weight")
+"""Ends of the names of parameters that stay FP32 whatever the model's dtype: they steer the recurrent state."""
+LISTED = 5
+"""How many names an error lists."""
+
+
+def load_parameters(
+    files: CheckpointFiles, model: nn.Module, config, dtype: torch.dtype, place: Callable[[str, torch.Tensor], torch.Tensor]
+) -> None:
+    """Fill every parameter of `model` (on the meta device) from `files`.
+
+    Args:
+        config: the text config.
+        dtype: of the parameters, but for those that stay FP32.
+        place: puts a parameter of the host on the devices, by its name.
+
+    Raises:
+        CheckpointError: a parameter that nothing fills, a tensor that fills nothing, a shape or a dtype that does not fit.
+    """
+    parameters = dict(model.named_parameters())
+    plan = match(files, parameters)
+    shape = gated_delta_net_shape(config)
+    total = sum(files.tensors[source.name].bytes for sources in plan.values() for source in sources)
+    with tqdm(
+        total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not logging.is_progress_bar_enabled()
+    ) as bar:
+        for name, sources in plan.items():
+            kept = torch.float32 if name.endswith(KEEP_FP32) else dtype
+            value = to_device_order(name, _assemble(files, parameters[name], sources, kept), shape)
+            _replace(model, name, nn.Parameter(place(name, value.contiguous()), requires_grad=False))
+            bar.update(sum(files.tensors[source.name].bytes for source in sources))
+
+
+def match(files: CheckpointFiles, parameters: dict[str, torch.Tensor]) -> dict[str, list[Source]]:
+    """For every parameter, the tensors of the files that fill it.
+
+    Raises:
+        CheckpointError: naming what is missing, unexpected, mismatched or filled twice.
+    """
+    plan: dict[str, list[Source]] = {name: [] for name in parameters}
+    unexpected = []
+    for name in files.tensors:
+        if is_carried(name):
+            continue
+        parameter, source = parameter_of(name)
+        if parameter in plan:
+            plan[parameter].append(source)
+        elif not (parameter == "lm_head.weight" and "model.embed_tokens.weight" in plan):  # a copy of tied embeddings
+            unexpected.append(name)
+    problems = []
+    if missing := [name for name, sources in plan.items() if not sources]:
+        problems.append(f"no tensor fills {_listed(missing)}")
+    if unexpected:
+        problems.append(f"no parameter takes {_listed(unexpected)}")
+    for name, sources in plan.items():
+        problems += _problems(files, name, parameters[name], sources)
+    if problems:
+        raise CheckpointError(f"{files.folder} does not fit the model: " + "; ".join(problems))
+    return plan
+
+
+def _problems(files: CheckpointFiles, name: str, parameter: torch.Tensor, sources: list[Source]) -> list[str]:
+    """What is wrong with the tensors that fill one parameter."""
+    problems = []
+    for source in sources:
+        entry = files.tensors[source.name]
+        expected = tuple(parameter[_part(parameter, source)].shape)
+        if source.expert is not None and source.expert >= parameter.shape[0]:
+            problems.append(f"{source.name} is expert {source.expert} of {parameter.shape[0]}")
+        elif entry.shape != expected:
+            problems.append(f"{source.name} in {entry.file.name} has shape {list(entry.shape)}, the model {list(expected)}")
+        if entry.dtype not in DTYPES or entry.dtype.startswith("F8"):
+            problems.append(f"{source.name} in {entry.file.name} is {entry.dtype}; F32, BF16 and F16 can be read")
+    parts = [(source.expert, source.half) for source in sources]
+    if len(set(parts)) < len(parts):
+        problems.append(f"{name} is filled twice, by {_listed([source.name for source in sources])}")
+    elif sources and (None, None) not in parts:
+        needed = parameter.shape[0] * (2 if name.endswith("gate_up_proj") else 1)
+        if len(parts) < needed:
+            problems.append(f"only {len(parts)} of the {needed} expert tensors of {name} are there")
+    elif len(parts) > 1:
+        problems.append(f"{name} is both fused and per expert, in {_listed([source.name for source in sources])}")
+    return problems
+
+
+def _part(parameter: torch.Tensor, source: Source) -> tuple:
+    """Index of the part of a parameter that a source fills."""
+    if source.expert is None:
+        return ()
+    expert = min(source.expert, parameter.shape[0] - 1)
+    if source.half is None:
+        return (expert,)
+    width = parameter.shape[1] // 2
+    return (expert, slice(source.half * width, (source.half + 1) * width))
+
+
+def _assemble(files: CheckpointFiles, parameter: torch.Tensor, sources: list[Source], dtype: torch.dtype) -> torch.Tensor:
+    if sources[0].expert is None:
+        return files.read(sources[0].name).to(dtype)
+    value = torch.empty(parameter.shape, dtype=dtype)
+    for source in sources:
+        value[_part(parameter, source)] = files.read(source.name).to(dtype)
+    return value
+
+
+def _replace(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    module, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(module), attribute, parameter)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more

@@ -1,0 +1,91 @@
+"""From a path or a hub id to a folder, its configuration and its stop tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+
+MODEL_TYPES = ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_text")
+_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
+
+
+def resolve_folder(path_or_id: str | os.PathLike, **hub) -> Path:
+    """A local folder as it is; a hub id downloaded (or found in the cache when offline).
+
+    Args:
+        hub: revision, cache_dir, token, local_files_only and force_download, as for `huggingface_hub.snapshot_download`.
+
+    Raises:
+        FileNotFoundError: neither a folder nor a model that can be had.
+    """
+    path = Path(path_or_id).expanduser()
+    if path.is_dir():
+        return path
+    name = os.fspath(path_or_id)
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise FileNotFoundError(f"there is no folder {name}")
+    try:
+        return Path(snapshot_download(name, allow_patterns=_PATTERNS, **hub))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        raise FileNotFoundError(
+            f"{name} is neither a folder here nor a model that the hub gave ({type(error).__name__}: {error})"
+        ) from error
+
+
+def load_config(folder: Path) -> PretrainedConfig:
+    """The configuration of a checkpoint of this family.
+
+    Raises:
+        FileNotFoundError, ValueError: no config.json, or that of another family.
+    """
+    file = folder / "config.json"
+    if not file.exists():
+        raise FileNotFoundError(f"{folder} holds no config.json")
+    try:
+        model_type = json.loads(file.read_text()).get("model_type")
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    check_family(model_type, str(file))
+    return AutoConfig.from_pretrained(folder)
+
+
+def check_family(model_type: str | None, where: str) -> None:
+    if model_type not in MODEL_TYPES:
+        raise ValueError(
+            f"{where} has model_type '{model_type}', which is not Qwen 3.5; this library loads {', '.join(MODEL_TYPES)}. "
+            "Use transformers for other families."
+        )
+
+
+def load_generation_config(folder: Path, config: PretrainedConfig) -> GenerationConfig:
+    """generation_config.json, with the stop tokens of the tokenizer added to its own."""
+    if (folder / "generation_config.json").exists():
+        generation = GenerationConfig.from_pretrained(folder)
+    else:
+        generation = GenerationConfig.from_model_config(config)
+    stops = generation.eos_token_id if generation.eos_token_id is not None else []
+    stops = list(stops) if isinstance(stops, (list, tuple)) else [stops]
+    stop = _tokenizer_eos(folder)
+    if stop is not None and stop not in stops:
+        stops.append(stop)
+    if stops:
+        generation.eos_token_id = stops
+        if generation.pad_token_id is None:
+            generation.pad_token_id = stops[0]
+    return generation
+
+
+def _tokenizer_eos(folder: Path) -> int | None:
+    """Id of the tokenizer's end-of-sequence token, by its files."""
+    settings, tokenizer = folder / "tokenizer_config.json", folder / "tokenizer.json"
+    if not (settings.exists() and tokenizer.exists()):
+        return None
+    token = json.loads(settings.read_text()).get("eos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    added = json.loads(tokenizer.read_text()).get("added_tokens", [])
+    return next((entry["id"] for entry in added if entry["content"] == token), None)

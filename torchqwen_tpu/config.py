@@ -1,0 +1,67 @@
+"""The only switches: how a model is laid out over devices, and how it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+LAYOUTS = ("dp", "dp_tp", "tp")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How a model is laid out over a mesh of chips × cores. Experts are always split over all devices.
+
+    Args:
+        chips: chips in the mesh; None takes all that are attached (on a CPU: one).
+        cores: cores a chip; None takes what the chip has (TPU7x: two; CPU: one).
+        layout: which axis the tokens and the attention heads are split over:
+            "dp" – every core owns whole requests (best from some 64 requests at once);
+            "dp_tp" – every chip owns whole requests, its cores share the heads (16 to 32 requests);
+            "tp" – all devices share the heads of every request (a few requests).
+
+    On a CPU any mesh may be asked for: torch_xla then runs that many virtual devices.
+    """
+
+    chips: int | None = None
+    cores: int | None = None
+    layout: str = "dp"
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, not {self.layout!r}")
+        for name in ("chips", "cores"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be a positive integer, not {value!r}")
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """How a model runs.
+
+    Args:
+        page_size: tokens a KV page holds; None takes 256 on a TPU and 64 on a CPU.
+        state_dtype: storage of the recurrent states, "float32" or "bfloat16"; arithmetic is float32 either way.
+        prefill_chunk: the most tokens that a data-parallel rank takes in one step; longer inputs take several steps.
+        decode_steps: decode steps that run on the device before the host looks at the result.
+        round_router: round router logits and weights to the model's dtype as transformers does. Off, routing stays in
+            float32: more exact, and different from transformers in bfloat16.
+        implementations: implementation by operation, for example {"gated_delta_net": "reference"}; operations that
+            are not named take the platform's default.
+    """
+
+    page_size: int | None = None
+    state_dtype: str = "float32"
+    prefill_chunk: int = 4096
+    decode_steps: int = 8
+    round_router: bool = False
+    implementations: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.page_size is not None and (self.page_size < 16 or self.page_size > 256 or self.page_size & (self.page_size - 1)):
+            raise ValueError(f"page_size must be 16, 32, 64, 128 or 256, not {self.page_size}")
+        if self.state_dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"state_dtype must be float32 or bfloat16, not {self.state_dtype!r}")
+        for name in ("prefill_chunk", "decode_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")

@@ -1,0 +1,317 @@
+"""The model as transformers' users know it: `from_pretrained`, `forward`, `generate`, `save_pretrained`."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch_xla
+from torch import nn
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
+
+from torchqwen_tpu.cache import CacheLayout, HybridCache
+from torchqwen_tpu.checkpoint.files import DTYPES, CheckpointFiles
+from torchqwen_tpu.checkpoint.layout import to_published_order
+from torchqwen_tpu.checkpoint.names import published_name
+from torchqwen_tpu.checkpoint.reader import KEEP_FP32, load_parameters
+from torchqwen_tpu.checkpoint.resolve import check_family, load_config, load_generation_config, resolve_folder
+from torchqwen_tpu.checkpoint.writer import carried_tensors, save_weights
+from torchqwen_tpu.config import ParallelConfig, RuntimeConfig
+from torchqwen_tpu.inputs import check_ids, columns_of, limit_of
+from torchqwen_tpu.models.qwen3_5 import TextModel
+from torchqwen_tpu.ops import Operations, gated_delta_net_shape
+from torchqwen_tpu.parallel import build_mesh
+from torchqwen_tpu.parallel.mesh import DeviceMesh
+from torchqwen_tpu.runtime.generation import Generation
+from torchqwen_tpu.runtime.packing import Selected, extend
+from torchqwen_tpu.runtime.step import Steps
+
+_HUB_ARGUMENTS = ("revision", "cache_dir", "token", "local_files_only", "force_download")
+_IGNORED_ARGUMENTS = ("_from_auto", "adapter_kwargs", "trust_remote_code", "low_cpu_mem_usage", "use_safetensors", "weights_only")
+"""Arguments that transformers' Auto classes hand through and that change nothing here."""
+
+
+class CausalLM(Generation, PreTrainedModel, GenerationMixin):
+    """A Qwen 3.5 text model with its language-model head, on XLA devices.
+
+    Made by `from_pretrained`. It computes without gradients.
+    """
+
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    _supports_sdpa = True
+    _is_stateful = True
+    output_type = CausalLMOutputWithPast
+
+    def __init__(self, config: PretrainedConfig):
+        check_family(config.model_type, "the configuration")
+        super().__init__(config.get_text_config())
+        self.checkpoint_config = config
+        self.model = TextModel(self.config)
+        self.lm_head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
+        self.vocab_size = self.config.vocab_size
+        self._files: CheckpointFiles | None = None
+        self._steps: Steps | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike,
+        *,
+        config: PretrainedConfig | None = None,
+        dtype: torch.dtype | str | None = None,
+        parallel: ParallelConfig | None = None,
+        runtime: RuntimeConfig | None = None,
+        **kwargs,
+    ) -> CausalLM:
+        """Load a checkpoint onto the devices.
+
+        Args:
+            pretrained_model_name_or_path: a folder, or a model id of the Hugging Face hub.
+            config: in place of the checkpoint's own, for example with changed RoPE parameters.
+            dtype: of the weights, a torch dtype, its name, or "auto" (the default) for the checkpoint's.
+            parallel: layout over devices; by default all attached devices, data-parallel.
+            runtime: how the model runs.
+            kwargs: revision, cache_dir, token, local_files_only and force_download for the hub.
+
+        Raises:
+            FileNotFoundError: no such folder, and no such model on the hub.
+            ValueError: another family, an unknown dtype or argument.
+            CheckpointError: files that are damaged or do not fit the model.
+        """
+        hub = {name: kwargs.pop(name) for name in _HUB_ARGUMENTS if name in kwargs}
+        dtype = kwargs.pop("torch_dtype", dtype)
+        _refuse_unknown(kwargs)
+        folder = resolve_folder(pretrained_model_name_or_path, **hub)
+        config = copy.deepcopy(config) if config is not None else load_config(folder)
+        check_family(config.model_type, "the configuration")
+        if getattr(config, "quantization_config", None):
+            raise ValueError(f"{folder} is quantized, and only BF16, F16 and F32 checkpoints can be read; use the BF16 one")
+        dtype = _resolve_dtype(dtype, config)
+        with torch.device("meta"):
+            model = cls(config)
+        files = CheckpointFiles(folder)
+        if model.config.tie_word_embeddings or (
+            "lm_head.weight" not in files.tensors and getattr(config, "tie_word_embeddings", False)
+        ):
+            model.lm_head.weight = model.model.embed_tokens.weight
+        mesh = build_mesh(parallel)
+        _check_divisible(model.config, mesh)
+        load_parameters(files, model, model.config, dtype, lambda name, value: _place(mesh, name, value))
+        model.generation_config = load_generation_config(folder, config)
+        model._files = files
+        model._start(mesh, runtime or RuntimeConfig(), dtype)
+        return model
+
+    def _start(self, mesh: DeviceMesh, runtime: RuntimeConfig, dtype: torch.dtype) -> None:
+        for name, buffer in self.model.rotary_emb.named_buffers():
+            setattr(self.model.rotary_emb, name, mesh.put(buffer, (None,)))
+        if self.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        for container in (self.config, self.checkpoint_config):
+            container.dtype = dtype
+        self._cache_layout = CacheLayout(self.config, mesh, runtime, dtype)
+        self._steps = Steps(self.model, self.lm_head, Operations(mesh, runtime), runtime)
+        self.eval()
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head uses the embedding's weights."""
+        return self.lm_head.weight is self.model.embed_tokens.weight or self.lm_head.weight.is_meta
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self._cache_layout.mesh
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embed_tokens.weight.device
+
+    def new_cache(self, batch: int, tokens: int = 1) -> HybridCache:
+        """An empty cache for `batch` sequences with room for `tokens` tokens each; it grows when more come."""
+        return HybridCache(self._cache_layout, batch, tokens)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cache: HybridCache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        return_dict: bool | None = None,
+        past_key_values: HybridCache | None = None,
+        **kwargs,
+    ):
+        """Logits of a batch, as transformers' `forward` gives them.
+
+        Args:
+            input_ids: [batch, sequence], on any device.
+            attention_mask: [batch, sequence] or [batch, seen + sequence], 0 for padding wherever it lies. Padding takes
+                no part in anything; its columns repeat the logits of the last token before them (zero if there is none).
+            position_ids: [batch, sequence], [3, batch, sequence] (temporal, height, width) or [4, batch, sequence] (text
+                position first). By default tokens are counted, padding left out.
+            cache: what an earlier call returned; it is updated in place.
+            inputs_embeds: [batch, sequence, hidden size] in place of input_ids.
+            labels: [batch, sequence]; the loss is the mean cross entropy of the next token, -100 left out.
+            logits_to_keep: the last n columns, all for 0, or the columns that an index tensor names.
+            past_key_values: another name of `cache`.
+
+        Returns: loss, logits [batch, columns, vocabulary], cache, hidden_states (embeddings, then every layer's output,
+            the last after the final norm). Tensors lie on the model's device.
+        """
+        steps = self._loaded()
+        _refuse_unknown(kwargs)
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("pass either input_ids or inputs_embeds")
+        cache = cache if cache is not None else past_key_values
+        source = input_ids if input_ids is not None else inputs_embeds[..., 0]
+        ids = check_ids(input_ids, self.vocab_size) if input_ids is not None else None
+        shape = tuple(source.shape)
+        cache = self._continued(cache, shape)
+        columns = columns_of(ids, shape, attention_mask, position_ids, cache, limit_of(self.config))
+        keep = np.arange(shape[1])
+        if isinstance(logits_to_keep, torch.Tensor):
+            keep = keep[logits_to_keep.cpu().numpy()]
+        elif logits_to_keep:
+            keep = keep[-logits_to_keep:]
+        columns.want_columns(np.arange(shape[1]) if output_hidden_states else keep)
+        embeddings = None if inputs_embeds is None else inputs_embeds.reshape(-1, inputs_embeds.shape[-1]).cpu().to(self.dtype)
+        selected = extend(steps, cache, columns.rows, embeddings, bool(output_hidden_states))
+        cache.columns += shape[1]
+
+        logits = _padded(selected, selected.logits, columns, keep)
+        hidden_states = None
+        if output_hidden_states:
+            hidden_states = tuple(_padded(selected, rows, columns, np.arange(shape[1])) for rows in selected.hidden_states)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels.to(logits.device), self.vocab_size)
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        output = self.output_type(loss=loss, logits=logits, cache=cache if use_cache else None, hidden_states=hidden_states)
+        return output if return_dict is None or return_dict else output.to_tuple()
+
+    def _loaded(self) -> Steps:
+        if self._steps is None:
+            raise RuntimeError(f"{type(self).__name__} has no weights; make it with from_pretrained")
+        return self._steps
+
+    def _continued(self, cache: HybridCache | None, shape: tuple[int, int]) -> HybridCache:
+        if cache is None:
+            return self.new_cache(shape[0], shape[1])
+        if not isinstance(cache, HybridCache):
+            raise ValueError(
+                f"cache is a {type(cache).__name__}; pass one that this model returned, or None to start a new one"
+            )
+        if cache.batch != shape[0]:
+            raise ValueError(f"the cache holds {cache.batch} sequences and the batch has {shape[0]}")
+        return cache
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, max_shard_size: int | str = "5GB", push_to_hub: bool = False, **kwargs
+    ) -> None:
+        """Write config.json, generation_config.json and the weights under their published names.
+
+        Tensors that the checkpoint held beside the text model (multi-token prediction, vision) are copied from it.
+        transformers loads the folder with the same logits.
+        """
+        self._loaded()
+        _refuse_unknown({**kwargs, "push_to_hub": push_to_hub} if push_to_hub else kwargs)
+        folder = Path(save_directory)
+        if folder.is_file():
+            raise ValueError(f"{folder} is a file; pass a folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        whole = self.checkpoint_config is not self.config and self.checkpoint_config.model_type != self.config.model_type
+        parameters = {published_name(name, whole): (name, value) for name, value in self.named_parameters()}
+        tensors = {name: value.to("meta") for name, (_, value) in parameters.items()}
+        if whole:
+            tensors |= carried_tensors(self._files)
+        shape = gated_delta_net_shape(self.config)
+
+        def read(name: str) -> torch.Tensor:
+            if name in parameters:
+                own, value = parameters[name]
+                return to_published_order(own, value.cpu(), shape)
+            return self._files.read(name)
+
+        save_weights(folder, tensors, read, max_shard_size)
+        self.checkpoint_config.save_pretrained(folder)
+        self.generation_config.save_pretrained(folder)
+
+
+class Qwen3_5MoeForCausalLM(CausalLM):
+    """Qwen 3.5 mixture of experts, 35B-A3B to 397B-A17B."""
+
+    config_class = Qwen3_5MoeTextConfig
+    output_type = MoeCausalLMOutputWithPast
+
+
+class Qwen3_5ForCausalLM(CausalLM):
+    """Dense Qwen 3.5, 0.8B to 27B."""
+
+    config_class = Qwen3_5TextConfig
+
+
+def _padded(selected: Selected, rows: torch.Tensor, columns, keep: np.ndarray) -> torch.Tensor:
+    """Results of tokens, [total, size], laid out as [batch, kept columns, size]."""
+    place = np.full((len(columns.rows), len(keep)), -1, np.int64)
+    for number, row in enumerate(columns.rows):
+        index = columns.index[number][keep]
+        known = index >= 0
+        place[number, known] = selected.place[number][np.searchsorted(row.wanted, index[known])]
+    index = torch.from_numpy(np.maximum(place, 0)).to(rows.device)
+    result = rows.index_select(0, index.view(-1)).view(*place.shape, rows.shape[-1])
+    if (place < 0).any():
+        result = result * torch.from_numpy(place >= 0).to(rows.device).unsqueeze(-1)
+    torch_xla.sync()
+    return result
+
+
+def _place(mesh: DeviceMesh, name: str, value: torch.Tensor) -> torch.Tensor:
+    return mesh.shard_parameter(name, value.to(torch_xla.device()))
+
+
+def _refuse_unknown(arguments: dict) -> None:
+    """Refuse arguments that would change something and are not supported."""
+    for name, value in arguments.items():
+        if name in _IGNORED_ARGUMENTS or value is None or value is False:
+            continue
+        if name == "device_map":
+            raise ValueError("device_map is not supported; the layout over devices is parallel=ParallelConfig(...)")
+        raise ValueError(f"{name}={value!r} is not supported")
+
+
+def _resolve_dtype(dtype: torch.dtype | str | None, config: PretrainedConfig) -> torch.dtype:
+    if dtype is None or dtype == "auto":
+        dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
+    name = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
+    resolved = getattr(torch, name, None) if isinstance(name, str) else name
+    if resolved not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"dtype {dtype} is not supported; use float32, bfloat16 or float16")
+    return resolved
+
+
+def _check_divisible(config, mesh: DeviceMesh) -> None:
+    counts = {
+        "heads": ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"),
+        "experts": ("num_experts",),
+    }
+    for axis, names in counts.items():
+        for name in names:
+            count, shards = getattr(config, name, 0), mesh.shards(axis)
+            if count % shards:
+                raise ValueError(
+                    f"layout '{mesh.layout}' splits {name} = {count} over {shards} devices, which does not divide; "
+                    "use a layout that splits it less (dp, dp_tp) or another mesh"
+                )

@@ -1,0 +1,52 @@
+"""Mixture of experts: router, routed experts and the gated shared expert."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchqwen_tpu.batch import RaggedBatch
+from torchqwen_tpu.models.layers import MLP
+from torchqwen_tpu.ops import Operations
+
+
+class Router(nn.Module):
+    """Logits of all experts, FP32 unless `round_router` asks for the model's dtype."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+
+    def forward(self, hidden: torch.Tensor, rounded: bool) -> torch.Tensor:
+        if rounded:
+            return F.linear(hidden, self.weight).float()
+        return F.linear(hidden.float(), self.weight.float())
+
+
+class Experts(nn.Module):
+    """Weights of all experts, gate rows before up rows."""
+
+    def __init__(self, config):
+        super().__init__()
+        experts, hidden, width = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * width, hidden))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, width))
+
+
+class SparseMoeBlock(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.top_k = config.num_experts_per_tok
+        self.gate = Router(config)
+        self.experts = Experts(config)
+        self.shared_expert = MLP(config, config.shared_expert_intermediate_size)
+        self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
+
+    def forward(self, hidden: torch.Tensor, batch: RaggedBatch, ops: Operations) -> torch.Tensor:
+        """[tokens, hidden size] → the same."""
+        logits = self.gate(hidden, ops.round_router)
+        routed = ops.experts(
+            hidden, logits, batch.valid, self.experts.gate_up_proj, self.experts.down_proj, top_k=self.top_k
+        )
+        return routed + torch.sigmoid(self.shared_expert_gate(hidden)) * self.shared_expert(hidden)

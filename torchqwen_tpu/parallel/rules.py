@@ -1,0 +1,42 @@
+"""Parallelism as data: modules and operations name logical axes, this table maps them to mesh axes.
+
+A new layout is a new row.
+"""
+
+from __future__ import annotations
+
+LAYOUT_RULES: dict[str, dict[str, tuple[str, ...]]] = {
+    # logical axis: mesh axes that split it
+    "dp": {"tokens": ("chip", "core"), "heads": (), "experts": ("chip", "core")},
+    "dp_tp": {"tokens": ("chip",), "heads": ("core",), "experts": ("chip", "core")},
+    "tp": {"tokens": (), "heads": ("chip", "core"), "experts": ("chip", "core")},
+}
+
+PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
+    # end of the parameter's name: logical axis of each dimension; all other parameters are replicated
+    "linear_attn.in_proj_qkv.weight": ("heads", None),
+    "linear_attn.in_proj_z.weight": ("heads", None),
+    "linear_attn.in_proj_b.weight": ("heads", None),
+    "linear_attn.in_proj_a.weight": ("heads", None),
+    "linear_attn.conv1d.weight": ("heads", None, None),
+    "linear_attn.A_log": ("heads",),
+    "linear_attn.dt_bias": ("heads",),
+    "linear_attn.out_proj.weight": (None, "heads"),
+    "self_attn.q_proj.weight": ("heads", None),
+    "self_attn.k_proj.weight": ("heads", None),
+    "self_attn.v_proj.weight": ("heads", None),
+    "self_attn.q_proj.bias": ("heads",),
+    "self_attn.k_proj.bias": ("heads",),
+    "self_attn.v_proj.bias": ("heads",),
+    "self_attn.o_proj.weight": (None, "heads"),
+    "mlp.experts.gate_up_proj": ("experts", None, None),
+    "mlp.experts.down_proj": ("experts", None, None),
+}
+
+
+def parameter_axes(name: str, dimensions: int) -> tuple[str | None, ...]:
+    """Logical axes of the parameter called `name`."""
+    for ending, axes in PARAMETER_AXES.items():
+        if name.endswith(ending):
+            return axes
+    return (None,) * dimensions

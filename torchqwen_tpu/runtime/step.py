@@ -1,0 +1,238 @@
+"""Steps of the model, compiled once a bucket of shapes and then run with little host work."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch_xla.experimental.scan import _scan_impl_pytree as scan  # the public scan insists on autograd formulas
+from tqdm.auto import tqdm
+from transformers.utils import logging
+
+from torchqwen_tpu.batch import Header, RaggedBatch, place_header
+from torchqwen_tpu.cache import CacheShape, HybridCache
+from torchqwen_tpu.config import RuntimeConfig
+from torchqwen_tpu.models.qwen3_5 import TextModel
+from torchqwen_tpu.ops import Operations
+from torchqwen_tpu.runtime.graph import CompiledGraph
+
+EOS_SLOTS = 8
+"""Stop tokens that a decode graph has room for."""
+
+
+@dataclass(frozen=True)
+class ExtendShape:
+    """Sizes of an extend step, each a rank: tokens, rows whose logits are wanted, and the cache.
+
+    decode: every sequence takes at most one token, and token i belongs to row i of the cache.
+    """
+
+    tokens: int
+    selected: int
+    cache: CacheShape
+    decode: bool = False
+    embeddings: bool = False
+    hidden_states: bool = False
+
+    @property
+    def header(self) -> Header:
+        rows = self.cache.rows
+        return Header((
+            ("tokens", self.tokens),
+            ("positions", 3 * self.tokens),
+            ("query_start", rows),
+            ("query_length", rows),
+            ("context_length", rows),
+            ("slot", rows),
+            ("page_table", rows * self.cache.pages),
+            ("select", self.selected),
+        ))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """Sizes of a decode step: its cache, and the candidates that sampling sorts (0: greedy)."""
+
+    cache: CacheShape
+    candidates: int = 0
+
+    @property
+    def header(self) -> Header:
+        rows = self.cache.rows
+        return Header((
+            ("token", rows),
+            ("finished", rows),
+            ("fed", rows),
+            ("context_length", rows),
+            ("offsets", 3 * rows),
+            ("page_table", rows * self.cache.pages),
+            ("seed", rows),
+            ("generated", rows),
+            ("top_k", rows),
+            ("steps", 1),
+            ("eos", EOS_SLOTS),
+        ))  # fmt: skip
+
+
+class Steps:
+    """Compiled steps of one model.
+
+    Args:
+        decoder, head: the modules, their parameters on the device.
+    """
+
+    def __init__(self, decoder: TextModel, head: torch.nn.Linear, ops: Operations, runtime: RuntimeConfig):
+        self.decoder, self.head, self.ops, self.runtime = decoder, head, ops, runtime
+        self._graphs: dict[object, CompiledGraph] = {}
+
+    def extend(
+        self, shape: ExtendShape, cache: HybridCache, header: torch.Tensor, embeddings: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Take tokens into the cache.
+
+        Args:
+            header: [ranks, width] as `shape.header` packs it, on the host.
+            embeddings: [ranks * tokens, hidden size] on the device, in place of token ids.
+
+        Returns: logits [ranks * selected, vocabulary], and the selected rows of every layer's input and of the last
+            norm's output if `shape` asks for them. The cache's states are replaced by the new ones.
+        """
+        inputs = [place_header(self.ops.mesh, header)]
+        if embeddings is not None:
+            inputs.append(embeddings)
+        outputs = self._run(shape, inputs, cache, self._trace_extend, f"step of {shape.tokens} tokens")
+        count = len(cache.states)
+        cache.states = outputs[:count]
+        return outputs[count], outputs[count + 1 :]
+
+    def decode(self, shape: DecodeShape, cache: HybridCache, header: torch.Tensor, sampling: torch.Tensor) -> np.ndarray:
+        """Generate up to `decode_steps` tokens a sequence.
+
+        Args:
+            header: as `shape.header` packs it, on the host.
+            sampling: [ranks, 3 * rows] float32 on the host: temperature, top_p and min_p.
+
+        Returns: [decode_steps + 1, ranks * rows]: the tokens of each step, then the new lengths.
+        """
+        mesh = self.ops.mesh
+        inputs = [place_header(mesh, header), mesh.put(sampling, ("tokens", None))]
+        outputs = self._run(shape, inputs, cache, self._trace_decode, f"decode step of {shape.cache.rows} sequences")
+        cache.states = outputs[:-1]
+        return outputs[-1].cpu().numpy()
+
+    def _run(self, shape, inputs: list[torch.Tensor], cache: HybridCache, trace, what: str) -> list[torch.Tensor]:
+        first = len(inputs)
+        inputs = [*inputs, *cache.states, *self._weights()]
+        graph = self._graphs.get(shape)
+        if graph is None:
+            states = range(first, first + len(cache.states))
+            with _compiling(what):
+                graph = CompiledGraph(lambda *tensors: trace(shape, tensors[: states.stop]), inputs, donated=states)
+            self._graphs[shape] = graph
+        return graph(inputs)
+
+    def _weights(self) -> Iterator[torch.Tensor]:
+        yield from self.decoder.parameters()
+        yield from self.decoder.buffers()
+        yield from self.head.parameters()
+
+    def _trace_extend(self, shape: ExtendShape, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        header = shape.header.unpack(tensors[0])
+        if shape.embeddings:
+            embeddings, states = tensors[1], tensors[2:]
+        else:
+            embeddings, states = F.embedding(header["tokens"].reshape(-1), self.decoder.embed_tokens.weight), tensors[1:]
+        batch = RaggedBatch(
+            positions=_by_axis(header["positions"]),
+            query_start=header["query_start"].reshape(-1),
+            query_length=header["query_length"].reshape(-1),
+            context_length=header["context_length"].reshape(-1),
+            slot=header["slot"].reshape(-1),
+            page_table=header["page_table"].reshape(-1, shape.cache.pages),
+            decode=shape.decode,
+        )
+        output = self.decoder(embeddings, batch, _by_layer(self.decoder, states), self.ops, shape.hidden_states)
+        select = header["select"].reshape(-1)
+        hidden = self.ops.select(output.hidden, select)
+        layers = [self.ops.select(rows, select) for rows in output.layer_inputs]
+        if shape.hidden_states:
+            layers.append(hidden)
+        return [*_flat(output.states), self.head(hidden), *layers]
+
+    def _trace_decode(self, shape: DecodeShape, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        header = {name: value.reshape(-1) for name, value in shape.header.unpack(tensors[0]).items()}
+        temperature, top_p, min_p = (part.reshape(-1) for part in tensors[1].chunk(3, dim=1))
+        offsets = _by_axis(shape.header.unpack(tensors[0])["offsets"])
+        steps = header["steps"][:1]  # every rank holds the same
+        eos = header["eos"][:EOS_SLOTS]
+        page_table = header["page_table"].view(-1, shape.cache.pages)
+        rows = torch.arange(shape.cache.rows, dtype=torch.int32, device=tensors[0].device)
+        rows = rows.repeat(self.ops.mesh.ranks)
+
+        def one_step(carry, number):
+            token, finished, fed, length, generated, states = carry
+            # A finished sequence still takes in its stop token, as in transformers, unless nothing else goes on.
+            active = ~fed & (number < steps) & ~finished.all()
+            batch = RaggedBatch(
+                positions=torch.where(active, length + offsets, -1),
+                query_start=rows,
+                query_length=active.to(torch.int32),
+                context_length=length,
+                slot=rows,
+                page_table=page_table,
+                decode=True,
+            )
+            embeddings = F.embedding(token, self.decoder.embed_tokens.weight)
+            output = self.decoder(embeddings, batch, _by_layer(self.decoder, states), self.ops)
+            logits = self.head(output.hidden).float()
+            if shape.candidates:
+                chosen = self.ops.sample(
+                    logits, header["seed"], generated, temperature, header["top_k"], top_p, min_p,
+                    candidates=shape.candidates,
+                )  # fmt: skip
+            else:
+                chosen = logits.argmax(-1).to(torch.int32)
+            fed = fed | (active & finished)
+            going = active & ~finished
+            token = torch.where(going, chosen, token)
+            finished = finished | (going & (token.unsqueeze(1) == eos).any(1))
+            length = length + active.to(torch.int32)
+            return (token, finished, fed, length, generated + going.to(torch.int32), tuple(_flat(output.states))), token
+
+        carry = (
+            header["token"],
+            header["finished"] > 0,
+            header["fed"] > 0,
+            header["context_length"],
+            header["generated"],
+            tuple(tensors[2:]),
+        )
+        numbers = torch.arange(self.runtime.decode_steps, dtype=torch.int32, device=tensors[0].device)
+        (_, _, _, length, _, states), tokens = scan(one_step, carry, numbers)
+        return [*states, torch.cat([tokens, length.unsqueeze(0)])]
+
+
+def _by_axis(values: torch.Tensor) -> torch.Tensor:
+    """[ranks, 3 * n], axis by axis within a rank → [3, ranks * n]."""
+    return values.view(values.shape[0], 3, -1).transpose(0, 1).reshape(3, -1)
+
+
+def _by_layer(decoder: TextModel, flat: tuple[torch.Tensor, ...]) -> list[tuple[torch.Tensor, ...]]:
+    rest = iter(flat)
+    return [(next(rest), next(rest)) if layer.is_linear else (next(rest),) for layer in decoder.layers]
+
+
+def _flat(states: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+    return [tensor for layer in states for tensor in layer]
+
+
+@contextlib.contextmanager
+def _compiling(what: str) -> Iterator[None]:
+    """A progress bar for one compilation, shown as transformers shows its own."""
+    with tqdm(total=1, desc=f"Compiling {what}", disable=not logging.is_progress_bar_enabled()) as bar:
+        yield
+        bar.update()
