@@ -1,1 +1,343 @@
-class Generation: pass
+"""`generate()` with transformers' signature: its preparation and its beams, our decode loop.
+
+transformers prepares (configuration, logits processors, stopping criteria) and searches beams; its tensors stay on the
+host. Greedy search and sampling run several tokens at a time on the device, and one at a time where something has to look
+at every token's logits on the host.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerateDecoderOnlyOutput,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MinPLogitsWarper,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from torchqwen_tpu.batch import bucket
+from torchqwen_tpu.cache import HybridCache
+from torchqwen_tpu.inputs import check_ids, columns_of, limit_of
+from torchqwen_tpu.runtime.packing import Row, extend
+from torchqwen_tpu.runtime.sampling import choose_on_host
+from torchqwen_tpu.runtime.step import EOS_SLOTS, DecodeShape
+
+_UNSUPPORTED = {
+    "assistant_model": "assisted generation would roll a recurrent state back; call generate() without it",
+    "prompt_lookup_num_tokens": "assisted generation would roll a recurrent state back; call generate() without it",
+    "negative_prompt_ids": "classifier-free guidance is not supported; pass a logits_processor instead",
+    "negative_prompt_attention_mask": "classifier-free guidance is not supported; pass a logits_processor instead",
+    "guidance_scale": "classifier-free guidance is not supported; pass a logits_processor instead",
+    "custom_generate": "custom decoding loops are not supported; pass logits_processor and stopping_criteria instead",
+    "penalty_alpha": "contrastive search is not supported; use sampling or beams",
+    "dola_layers": "DoLa decoding is not supported; use sampling or beams",
+    "cache_implementation": "there is one cache here, made by the model; leave cache_implementation out",
+    "prefill_chunk_size": "prefill is chunked by RuntimeConfig(prefill_chunk=...); leave prefill_chunk_size out",
+    "output_attentions": "attention weights are never formed; leave output_attentions out",
+    "output_hidden_states": "generate() keeps no hidden states; call forward() on the result with output_hidden_states=True",
+}
+_DEVICE_WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+_SEEDS: contextvars.ContextVar[int | Sequence[int] | None] = contextvars.ContextVar("seeds", default=None)
+
+
+@dataclass
+class SamplingParameters:
+    """How the device chooses a token; the defaults leave the distribution as it is."""
+
+    do_sample: bool
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @classmethod
+    def from_processors(cls, processors: LogitsProcessorList, do_sample: bool) -> SamplingParameters | None:
+        """None where the processors ask for more than the device does."""
+        kinds = [type(processor) for processor in processors]
+        if not do_sample:
+            return None if kinds else cls(False)
+        order = [_DEVICE_WARPERS.index(kind) if kind in _DEVICE_WARPERS else -1 for kind in kinds]
+        if -1 in order or order != sorted(set(order)):
+            return None
+        names = ("temperature", "top_k", "top_p", "min_p")
+        return cls(True, **{names[i]: getattr(processor, names[i]) for i, processor in zip(order, processors, strict=True)})
+
+    def candidates(self, vocabulary: int) -> int:
+        """How many of the largest scores the device sorts; 0 for greedy search."""
+        if not self.do_sample:
+            return 0
+        return min(bucket(self.top_k, 64), vocabulary) if self.top_k else vocabulary
+
+
+class Generation:
+    """The part of the model that generates."""
+
+    @torch.no_grad()
+    def generate(self, inputs: torch.Tensor | None = None, *args, seed: int | Sequence[int] | None = None, **kwargs):
+        """As transformers' `generate`, with one argument more.
+
+        Args:
+            inputs: [batch, sequence] token ids (or `input_ids=`), with `attention_mask` for padding on any side.
+            seed: of the sampling, one for all sequences or one each. A sequence's tokens then depend on its prompt, its
+                seed and its number among `num_return_sequences` alone, whatever it is batched with and wherever it
+                runs. Without it, seeds are drawn from torch's default generator.
+
+        Raises:
+            ValueError: bad input, or something that is not supported, with what to use instead.
+        """
+        self._loaded()
+        for name, remedy in _UNSUPPORTED.items():
+            if kwargs.get(name) not in (None, False, ""):
+                raise ValueError(f"{name}: {remedy}")
+        new_tokens = kwargs.get("max_new_tokens", getattr(kwargs.get("generation_config"), "max_new_tokens", None))
+        if new_tokens is not None and new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, not {new_tokens}")
+        if "past_key_values" in kwargs:
+            kwargs["cache"] = kwargs.pop("past_key_values")
+        given = inputs if inputs is not None else kwargs.get("input_ids")
+        if given is not None:
+            if "inputs_embeds" not in kwargs:
+                check_ids(given, self.vocab_size)
+        elif "inputs_embeds" not in kwargs:
+            raise ValueError("generate() needs a prompt: pass input_ids (or inputs_embeds)")
+        device = given.device if given is not None else kwargs["inputs_embeds"].device
+        inputs, kwargs = _on_host(inputs), {name: _on_host(value) for name, value in kwargs.items()}
+        token = _SEEDS.set(seed)
+        try:
+            output = super().generate(inputs, *args, **kwargs)
+        finally:
+            _SEEDS.reset(token)
+        if isinstance(output, torch.Tensor):
+            return output.to(device)
+        output.sequences = output.sequences.to(device)
+        return output
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length):
+        """transformers' hook: the cache of a generation, for all beams or returned sequences of the batch."""
+        sequences = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
+        seen = model_kwargs["cache"].columns if model_kwargs.get("cache") is not None else 0
+        if max_cache_length + 1 > limit_of(self.config):
+            raise ValueError(
+                f"prompt and new tokens come to {max_cache_length + 1}, and the model's limit is {limit_of(self.config)} "
+                "(max_position_embeddings); shorten the prompt or lower max_new_tokens"
+            )
+        model_kwargs["cache"] = self._continued(model_kwargs.get("cache"), (sequences, max(max_cache_length, 1)))
+        if seen:
+            model_kwargs["cache"].reserve(max_cache_length)
+
+    def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
+        """transformers' hook: `forward` counts tokens itself."""
+        return None
+
+    def _reorder_cache(self, cache: HybridCache, beam_idx: torch.Tensor) -> HybridCache:
+        """transformers' hook of beam search."""
+        cache.reorder_cache(beam_idx)
+        return cache
+
+    def prepare_inputs_for_generation(
+        self, input_ids, next_sequence_length=None, cache=None, attention_mask=None, inputs_embeds=None,
+        is_first_iteration=False, **kwargs,
+    ):  # fmt: skip
+        """transformers' hook: arguments of one `forward` of beam search, left on the host."""
+        if inputs_embeds is not None and is_first_iteration:
+            source = {"inputs_embeds": inputs_embeds}
+        else:
+            source = {"input_ids": input_ids if next_sequence_length is None else input_ids[:, -next_sequence_length:]}
+        return {**source, "cache": cache, "attention_mask": attention_mask, "logits_to_keep": 1}
+
+    def _sample(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config,
+        synced_gpus: bool = False,
+        streamer=None,
+        **model_kwargs,
+    ):
+        """transformers' hook: greedy search and sampling."""
+        loop = _DecodeLoop(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
+        logits = loop.prefill(model_kwargs)
+        while not loop.take(loop.choose(logits)):
+            logits = loop.decode_on_device() if loop.parameters is not None else loop.decode_one()
+            if logits is None:
+                break
+        return loop.result()
+
+
+class _DecodeLoop:
+    """One generation: its sequences so far, and which of them go on."""
+
+    def __init__(self, model, input_ids, processors, criteria, generation_config, streamer, model_kwargs):
+        self.model, self.ids, self.processors, self.criteria = model, input_ids, processors, criteria
+        self.config, self.streamer = generation_config, streamer
+        self.cache: HybridCache = model_kwargs["cache"] if model_kwargs.get("cache") is not None else model._continued(
+            None, (len(input_ids), generation_config.max_length)
+        )
+        self.batch = len(input_ids)
+        self.finished = np.zeros(self.batch, bool)
+        self.fed = np.zeros(self.batch, bool)  # finished, and the stop token is in the states
+        self.generated = 0
+        self.seeds = _row_seeds(_SEEDS.get(), self.batch, generation_config.num_return_sequences)
+        wanted = generation_config.return_dict_in_generate
+        self.scores = [] if wanted and generation_config.output_scores else None
+        self.logits = [] if wanted and generation_config.output_logits else None
+        self.eos = next((c.eos_token_id.cpu().numpy() for c in criteria if isinstance(c, EosTokenCriteria)), np.zeros(0, int))
+        self.pad = 0 if generation_config._pad_token_tensor is None else int(generation_config._pad_token_tensor)
+        self.parameters = self._device_parameters()
+
+    def _device_parameters(self) -> SamplingParameters | None:
+        """How the device chooses tokens; None where the host has to see every token."""
+        if self.scores is not None or self.logits is not None or len(self.eos) > EOS_SLOTS:
+            return None
+        if any(type(criterion) not in (MaxLengthCriteria, EosTokenCriteria) for criterion in self.criteria):
+            return None
+        return SamplingParameters.from_processors(self.processors, self.config.do_sample)
+
+    def prefill(self, model_kwargs: dict) -> torch.Tensor:
+        """Take the prompt into the cache; logits of every sequence's last token [batch, vocabulary], on the host."""
+        model, cache, seen = self.model, self.cache, self.cache.columns
+        embeddings, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
+        source = self.ids if embeddings is None else embeddings
+        mask_length = mask.shape[1] if mask is not None else getattr(self.config, "_mask_length", source.shape[1])
+        if mask_length == source.shape[1]:  # the whole sequence was passed, not only its new part
+            if source.shape[1] <= seen:
+                raise ValueError(
+                    f"the cache has seen {seen} columns and {source.shape[1]} were passed; pass the whole sequence, its "
+                    "earlier part included"
+                )
+            source = source[:, seen:]
+        ids = None if embeddings is not None else source.numpy()
+        positions = model_kwargs.get("position_ids")
+        if positions is not None:
+            positions = positions[..., -source.shape[1] :]
+        columns = columns_of(ids, tuple(source.shape[:2]), mask, positions, cache, limit_of(model.config))
+        columns.want_last()
+        for number, row in enumerate(columns.rows):
+            if not len(row.tokens):
+                raise ValueError(f"row {number} has no new token after the part that the cache has seen")
+        if embeddings is not None:
+            embeddings = source.reshape(-1, source.shape[-1]).to(model.dtype)
+        logits = self._extend(columns.rows, embeddings)
+        cache.columns += source.shape[1]
+        return logits
+
+    def _extend(self, rows: list[Row], embeddings: torch.Tensor | None = None) -> torch.Tensor:
+        selected = extend(self.model._loaded(), self.cache, rows, embeddings)
+        logits = selected.logits.cpu().float()
+        result = torch.zeros(self.batch, logits.shape[1])
+        for number, place in enumerate(selected.place):
+            if len(place):
+                result[number] = logits[place[-1]]
+        return result
+
+    def choose(self, logits: torch.Tensor) -> np.ndarray:
+        """The next token of every sequence from its logits, by transformers' processors and criteria."""
+        scores = self.processors(self.ids, logits)
+        if self.scores is not None:
+            self.scores.append(scores)
+        if self.logits is not None:
+            self.logits.append(logits)
+        if self.config.do_sample:
+            return choose_on_host(scores.numpy(), self.seeds, np.full(self.batch, self.generated, np.int32))
+        return scores.argmax(-1).numpy()
+
+    def take(self, tokens: np.ndarray) -> bool:
+        """Append one token a sequence, padding where it has finished; True when nothing goes on."""
+        tokens = torch.from_numpy(np.where(self.finished, self.pad, tokens).astype(np.int64))
+        self.ids = torch.cat([self.ids, tokens[:, None]], dim=1)
+        self.generated += 1
+        if self.streamer is not None:
+            self.streamer.put(tokens)
+        scores = tuple(self.scores) if self.scores is not None else None
+        self.finished |= self.criteria(self.ids, scores).numpy()
+        return bool(self.finished.all())
+
+    def decode_one(self) -> torch.Tensor:
+        """Take the last token of every going sequence into the cache: logits [batch, vocabulary] on the host."""
+        rows, nothing = [], np.zeros(0, np.int64)
+        for number, token in enumerate(self.ids[:, -1].numpy()):
+            if self.fed[number]:
+                rows.append(Row(nothing, np.zeros((3, 0), np.int32), nothing))
+            else:
+                position = self.cache.lengths[number] + self.cache.offsets[:, number, None]
+                rows.append(Row(np.array([token]), position, np.zeros(1, np.int64)))
+        logits = self._extend(rows)
+        self.fed |= self.finished
+        self.cache.columns += 1
+        return logits
+
+    def decode_on_device(self) -> None:
+        """Generate up to the end, `decode_steps` tokens at a time; the host only reads what comes out."""
+        cache, parameters, steps = self.cache, self.parameters, self.model._loaded()
+        cache.reserve(self.config.max_length)
+        ranks, rows = cache.layout.mesh.ranks, cache.shape.rows
+        shape = DecodeShape(cache.shape, parameters.candidates(self.model.vocab_size))
+        eos = np.full(EOS_SLOTS, -1, np.int32)
+        eos[: len(self.eos)] = self.eos
+        sampling = np.array([parameters.temperature, parameters.top_p, parameters.min_p], np.float32)
+        sampling = torch.from_numpy(np.broadcast_to(np.repeat(sampling, rows), (ranks, 3 * rows)).copy())
+
+        def over_ranks(values: np.ndarray, fill: int) -> np.ndarray:
+            return np.concatenate([values.astype(np.int32), np.full(ranks * rows - self.batch, fill, np.int32)])
+
+        while True:
+            count = min(steps.runtime.decode_steps, self.config.max_length - self.ids.shape[1])
+            header = shape.header.pack(
+                ranks,
+                token=over_ranks(self.ids[:, -1].numpy(), 0),
+                finished=over_ranks(self.finished, 1),
+                fed=over_ranks(self.fed, 1),
+                context_length=cache.lengths,
+                offsets=cache.offsets.reshape(3, ranks, rows).transpose(1, 0, 2),
+                page_table=cache.page_table,
+                seed=over_ranks(self.seeds, 0),
+                generated=np.full(ranks * rows, self.generated),
+                top_k=np.full(ranks * rows, parameters.top_k),
+                steps=np.full(ranks, count),
+                eos=np.broadcast_to(eos, (ranks, EOS_SLOTS)),
+            )
+            *tokens, lengths = steps.decode(shape, cache, header, sampling)
+            cache.lengths = lengths.astype(np.int32)
+            for step in tokens[:count]:
+                self.fed |= self.finished
+                cache.columns += 1
+                if self.take(step[: self.batch]):
+                    return None
+
+    def result(self):
+        if self.streamer is not None:
+            self.streamer.end()
+        if not self.config.return_dict_in_generate:
+            return self.ids
+        return GenerateDecoderOnlyOutput(
+            sequences=self.ids,
+            scores=None if self.scores is None else tuple(self.scores),
+            logits=None if self.logits is None else tuple(self.logits),
+            cache=self.cache,
+        )
+
+
+def _row_seeds(seed: int | Sequence[int] | None, rows: int, copies: int) -> np.ndarray:
+    """A seed for every returned sequence, from one for all prompts or one for each."""
+    if seed is None:
+        return torch.randint(0, 2**31 - 1, (rows,)).numpy().astype(np.int32)
+    prompts = np.broadcast_to(np.asarray(seed, np.int64), rows // copies) if np.ndim(seed) == 0 else np.asarray(seed, np.int64)
+    if len(prompts) != rows // copies:
+        raise ValueError(f"seed has {len(prompts)} entries for {rows // copies} prompts; pass one for all or one for each")
+    numbers = np.repeat(prompts, copies) + 1_000_003 * np.tile(np.arange(copies), rows // copies)
+    return (numbers % (2**31 - 1)).astype(np.int32)
+
+
+def _on_host(value):
+    return value.cpu() if isinstance(value, torch.Tensor) else value

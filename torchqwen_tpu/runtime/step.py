@@ -87,7 +87,8 @@ class Steps:
 
     def __init__(self, decoder: TextModel, head: torch.nn.Linear, ops: Operations, runtime: RuntimeConfig):
         self.decoder, self.head, self.ops, self.runtime = decoder, head, ops, runtime
-        self._graphs: dict[object, CompiledGraph] = {}
+        self._graphs: dict[ExtendShape | DecodeShape, CompiledGraph] = {}
+        self._traced: list[tuple[int, int]] = []
 
     def extend(
         self, shape: ExtendShape, cache: HybridCache, header: torch.Tensor, embeddings: torch.Tensor | None = None
@@ -125,20 +126,19 @@ class Steps:
         return outputs[-1].cpu().numpy()
 
     def _run(self, shape, inputs: list[torch.Tensor], cache: HybridCache, trace, what: str) -> list[torch.Tensor]:
-        first = len(inputs)
-        inputs = [*inputs, *cache.states, *self._weights()]
-        graph = self._graphs.get(shape)
-        if graph is None:
-            states = range(first, first + len(cache.states))
+        states = range(len(inputs), len(inputs) + len(cache.states))
+        inputs = [*inputs, *cache.states]
+        if (weights := self._weights()) != self._traced:
+            self._graphs.clear()  # graphs hold the weights that they were traced with
+            self._traced = weights
+        if shape not in self._graphs:
             with _compiling(what):
-                graph = CompiledGraph(lambda *tensors: trace(shape, tensors[: states.stop]), inputs, donated=states)
-            self._graphs[shape] = graph
-        return graph(inputs)
+                self._graphs[shape] = CompiledGraph(lambda *tensors: trace(shape, tensors), inputs, donated=states)
+        return self._graphs[shape](inputs)
 
-    def _weights(self) -> Iterator[torch.Tensor]:
-        yield from self.decoder.parameters()
-        yield from self.decoder.buffers()
-        yield from self.head.parameters()
+    def _weights(self) -> list[tuple[int, int]]:
+        """What tells whether a weight was replaced or changed in place."""
+        return [(id(tensor), tensor._version) for module in (self.decoder, self.head) for tensor in module.parameters()]
 
     def _trace_extend(self, shape: ExtendShape, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         header = shape.header.unpack(tensors[0])
@@ -164,26 +164,23 @@ class Steps:
         return [*_flat(output.states), self.head(hidden), *layers]
 
     def _trace_decode(self, shape: DecodeShape, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-        header = {name: value.reshape(-1) for name, value in shape.header.unpack(tensors[0]).items()}
-        temperature, top_p, min_p = (part.reshape(-1) for part in tensors[1].chunk(3, dim=1))
-        offsets = _by_axis(shape.header.unpack(tensors[0])["offsets"])
-        steps = header["steps"][:1]  # every rank holds the same
-        eos = header["eos"][:EOS_SLOTS]
-        page_table = header["page_table"].view(-1, shape.cache.pages)
-        rows = torch.arange(shape.cache.rows, dtype=torch.int32, device=tensors[0].device)
-        rows = rows.repeat(self.ops.mesh.ranks)
+        header, rows = shape.header.unpack(tensors[0]), shape.cache.rows
+        row = torch.arange(rows, dtype=torch.int32, device=tensors[0].device).repeat(self.ops.mesh.ranks)
 
+        # What a step reads is part of the carry even where it never changes: tensors that scan finds by itself are
+        # captured with the values they have now.
         def one_step(carry, number):
-            token, finished, fed, length, generated, states = carry
+            token, finished, fed, length, generated, states, constant = carry
+            finished, fed = finished > 0, fed > 0  # scan carries no booleans
             # A finished sequence still takes in its stop token, as in transformers, unless nothing else goes on.
-            active = ~fed & (number < steps) & ~finished.all()
+            active = ~fed & (number < constant["steps"]) & ~finished.all()
             batch = RaggedBatch(
-                positions=torch.where(active, length + offsets, -1),
-                query_start=rows,
+                positions=torch.where(active, length + constant["offsets"], -1),
+                query_start=constant["row"],
                 query_length=active.to(torch.int32),
                 context_length=length,
-                slot=rows,
-                page_table=page_table,
+                slot=constant["row"],
+                page_table=constant["page_table"],
                 decode=True,
             )
             embeddings = F.embedding(token, self.decoder.embed_tokens.weight)
@@ -191,28 +188,38 @@ class Steps:
             logits = self.head(output.hidden).float()
             if shape.candidates:
                 chosen = self.ops.sample(
-                    logits, header["seed"], generated, temperature, header["top_k"], top_p, min_p,
-                    candidates=shape.candidates,
+                    logits, constant["seed"], generated, constant["temperature"], constant["top_k"], constant["top_p"],
+                    constant["min_p"], candidates=shape.candidates,
                 )  # fmt: skip
             else:
                 chosen = logits.argmax(-1).to(torch.int32)
             fed = fed | (active & finished)
             going = active & ~finished
             token = torch.where(going, chosen, token)
-            finished = finished | (going & (token.unsqueeze(1) == eos).any(1))
+            finished = finished | (going & (token.unsqueeze(1) == constant["eos"]).any(1))
             length = length + active.to(torch.int32)
-            return (token, finished, fed, length, generated + going.to(torch.int32), tuple(_flat(output.states))), token
+            generated = generated + going.to(torch.int32)
+            flags = (finished.to(torch.int32), fed.to(torch.int32))
+            return (token, *flags, length, generated, tuple(_flat(output.states)), constant), token
 
+        flat = {name: value.reshape(-1) for name, value in header.items()}
+        temperature, top_p, min_p = (part.reshape(-1) for part in tensors[1].chunk(3, dim=1))
+        constant = {
+            "row": row,
+            "offsets": _by_axis(header["offsets"]),
+            "page_table": flat["page_table"].view(-1, shape.cache.pages),
+            "steps": flat["steps"][:1],  # every rank holds the same
+            "eos": flat["eos"][:EOS_SLOTS],
+        }
+        if shape.candidates:
+            constant |= {"seed": flat["seed"], "top_k": flat["top_k"]}
+            constant |= {"temperature": temperature, "top_p": top_p, "min_p": min_p}
         carry = (
-            header["token"],
-            header["finished"] > 0,
-            header["fed"] > 0,
-            header["context_length"],
-            header["generated"],
-            tuple(tensors[2:]),
-        )
+            flat["token"], flat["finished"], flat["fed"], flat["context_length"], flat["generated"],
+            tuple(tensors[2:]), constant,
+        )  # fmt: skip
         numbers = torch.arange(self.runtime.decode_steps, dtype=torch.int32, device=tensors[0].device)
-        (_, _, _, length, _, states), tokens = scan(one_step, carry, numbers)
+        (_, _, _, length, _, states, _), tokens = scan(one_step, carry, numbers)
         return [*states, torch.cat([tokens, length.unsqueeze(0)])]
 
 
