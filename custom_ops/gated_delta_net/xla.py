@@ -1,8 +1,8 @@
 """Gated DeltaNet for any backend: chunks of tokens as matrix products, decode as one batched update.
 
 The chunked form is that of "Parallelizing Linear Transformers with the Delta Rule over Sequence Length"
-(arXiv:2406.06484) with the decay of arXiv:2412.06464. Everything that does not depend on the state is computed for all
-chunks of all sequences at once; only a short loop over the chunks carries the state.
+(arXiv:2406.06484) with the decay of arXiv:2412.06464. A loop runs over the chunks that hold tokens, sequence after
+sequence, so that its arrays stay in the cache and empty places of a bucket cost nothing.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from jax import lax
 
 from custom_ops.gated_delta_net.reference import normalize
 from custom_ops.gated_delta_net.shapes import GatedDeltaNetShape
-from custom_ops.ragged import Tiles, tile_sequences
+from custom_ops.ragged import tile_sequences, token_sequence
 
-CHUNK = 64
+CHUNK = 32
 
 
 def gated_delta_net(
@@ -26,16 +26,77 @@ def gated_delta_net(
     conv_weight = conv_weight.astype(jnp.float32)
     if decode:
         return _decode(qkv, beta, decay, conv_weight, query_length, context_length, conv_state, recurrent_state, shape)
-    tiles = tile_sequences(query_start, query_length, tokens=qkv.shape[0], tile=CHUNK)
     fresh = context_length == 0
     window = jnp.where(fresh[:, None, None], 0, conv_state[slot]).astype(jnp.float32)
-    mixed = _convolve(tiles, qkv, window, conv_weight)
+    mixed = _convolve(qkv.astype(jnp.float32), conv_weight, window, query_start, query_length)
     conv_state = _store(conv_state, slot, query_length, _last_inputs(qkv, window, query_start, query_length))
     query, key, value = shape.split(mixed)
-    output, recurrent_state = _chunked_rule(
-        tiles, query, key, value, tiles.gather(beta, 0.0), tiles.gather(decay, 0.0), slot, fresh, recurrent_state, shape
+    query, key = normalize(query) * shape.key_dim**-0.5, normalize(key)
+    # Heads first, and room after the last token, so that every chunk is a slice.
+    query, key, value, beta, decay = (
+        jnp.pad(jnp.moveaxis(part, 1, 0), ((0, 0), (0, CHUNK)) + ((0, 0),) * (part.ndim - 2))
+        for part in (query, key, value, beta, decay)
     )
-    return tiles.scatter(output).astype(qkv.dtype), conv_state, recurrent_state
+    tiles = tile_sequences(query_start, query_length, tokens=qkv.shape[0], tile=CHUNK)
+
+    def chunk(index, carry):
+        output, pool = carry
+        sequence, offset = tiles.sequence[index], tiles.offset[index]
+        first, home = tiles.start[index] + offset, slot[sequence]
+        valid = tiles.valid[index]
+        # Rows beyond the sequence are zero in everything: they neither change the state nor let it decay.
+        parts = [
+            jnp.where(valid.reshape((1, CHUNK) + (1,) * (part.ndim - 2)), lax.dynamic_slice_in_dim(part, first, CHUNK, 1), 0)
+            for part in (query, key, value, beta, decay)
+        ]
+        state = jnp.where((offset == 0) & fresh[sequence], 0, pool[home]).astype(jnp.float32)
+        rows, state = _chunk_rule(*parts, state, shape.group)
+        before = lax.dynamic_slice_in_dim(output, first, CHUNK, 1)
+        output = lax.dynamic_update_slice_in_dim(output, jnp.where(valid[:, None], rows, before), first, 1)
+        return output, pool.at[home].set(state.astype(pool.dtype))
+
+    output, recurrent_state = lax.fori_loop(0, tiles.count, chunk, (jnp.zeros_like(value), recurrent_state))
+    return jnp.moveaxis(output[:, : qkv.shape[0]], 0, 1).astype(qkv.dtype), conv_state, recurrent_state
+
+
+def _convolve(inputs, conv_weight, window, query_start, query_length):
+    """Causal convolution and SiLU of a flat batch: [tokens, channels]. What lies before a sequence comes from its window."""
+    tokens, history = inputs.shape[0], window.shape[1]
+    _, position, _ = token_sequence(query_start, query_length, tokens)
+    padded = jnp.pad(inputs, ((history, 0), (0, 0)))
+    mixed = inputs * conv_weight[history]
+    for back in range(1, history + 1):
+        earlier = jnp.where((position >= back)[:, None], padded[history - back : history - back + tokens], 0)
+        mixed = mixed + earlier * conv_weight[history - back]
+    # The first rows of a sequence also see its window: row p meets window entry e under weight e - p.
+    entry, row = jnp.arange(history)[None, :], jnp.arange(history)[:, None]
+    weights = jnp.where((entry >= row)[..., None], conv_weight[jnp.clip(entry - row, 0)], 0)
+    first = jnp.einsum("pec,sec->spc", weights, window)
+    place = jnp.where(row.T < query_length[:, None], query_start[:, None] + row.T, tokens)
+    return jax.nn.silu(mixed.at[place].add(first, mode="drop"))
+
+
+def _chunk_rule(query, key, value, beta, decay, state, group: int):
+    """The delta rule over one chunk, heads first.
+
+    query, key: [key heads, rows, key dim]; value: [value heads, rows, value dim]; beta, decay: [value heads, rows];
+    state: [value heads, key dim, value dim]. Returns the rows' outputs, as value, and the state after them.
+    """
+    rows = key.shape[1]
+    products = jnp.concatenate([key, query], axis=1) @ jnp.swapaxes(key, 1, 2)  # of key heads: k kᵀ over q kᵀ
+    products, key, query = (jnp.repeat(part, group, axis=0) for part in (products, key, query))
+    lower = jnp.tril(jnp.ones((rows, rows), bool))
+    # A product with ones rather than cumsum, which XLA:CPU computes again for every element that reads it.
+    total = decay @ lower.T.astype(decay.dtype)
+    damping = jnp.exp(jnp.where(lower, total[:, :, None] - total[:, None, :], -jnp.inf))
+    beta, total = beta[..., None], total[..., None]
+    inverse = unit_lower_inverse(jnp.where(lower & ~jnp.eye(rows, dtype=bool), beta * products[:, :rows] * damping, 0))
+    grown = jnp.exp(total)
+    read = jnp.concatenate([key * grown, query * grown], axis=1) @ state
+    new = inverse @ (beta * (value - read[:, :rows]))
+    output = read[:, rows:] + (products[:, rows:] * damping) @ new
+    remaining = key * jnp.exp(total[:, -1:] - total)
+    return output, state * grown[:, -1:] + jnp.swapaxes(remaining, 1, 2) @ new
 
 
 def _decode(qkv, beta, decay, conv_weight, query_length, context_length, conv_state, recurrent_state, shape):
@@ -48,11 +109,13 @@ def _decode(qkv, beta, decay, conv_weight, query_length, context_length, conv_st
     query, key = normalize(query) * shape.key_dim**-0.5, normalize(key)
     query, key = (jnp.repeat(part, shape.group, axis=1) for part in (query, key))
 
-    # Both products read the state before the update: Sᵀq after it is Sᵀq before it plus (k·q) times the delta. Written
-    # as sums, not as dots, so that each fuses into one pass over the states.
-    state = jnp.where(fresh[..., None], 0, recurrent_state).astype(jnp.float32) * jnp.exp(decay)[..., None, None]
-    delta = beta[..., None] * (value - jnp.sum(state * key[..., None], axis=2))
-    output = jnp.sum(state * query[..., None], axis=2) + jnp.sum(query * key, -1, keepdims=True) * delta
+    # Both products read the state before decay and update: Sᵀq after them is the decayed Sᵀq plus (k·q) times the delta.
+    growth = jnp.exp(decay)[..., None]
+    read = jnp.einsum("shrk,shkv->shrv", jnp.stack([key, query], axis=2), recurrent_state.astype(jnp.float32))
+    read_key, read_query = jnp.moveaxis(jnp.where(fresh[..., None], 0, read * growth[..., None]), 2, 0)
+    delta = beta[..., None] * (value - read_key)
+    output = read_query + jnp.sum(query * key, -1, keepdims=True) * delta
+    state = jnp.where(fresh[..., None], 0, recurrent_state.astype(jnp.float32)) * growth[..., None]
     state = state + key[..., None] * delta[:, :, None, :]
     return (
         jnp.where(active, output, 0).astype(qkv.dtype),
@@ -66,17 +129,6 @@ def _store(pool, slot, query_length, states):
     return pool.at[jnp.where(query_length > 0, slot, pool.shape[0])].set(states.astype(pool.dtype), mode="drop")
 
 
-def _convolve(tiles: Tiles, qkv, window, conv_weight):
-    """Causal convolution and SiLU, tile by tile: [tiles, CHUNK, channels]. Rows before a sequence come from its window."""
-    history = conv_weight.shape[0] - 1
-    offset = tiles.offset[:, None] + jnp.arange(-history, CHUNK)  # position in the sequence, negative before it
-    rows = qkv[jnp.clip(tiles.start[:, None] + offset, 0, qkv.shape[0] - 1)].astype(jnp.float32)
-    before = window[tiles.sequence[:, None], jnp.clip(offset[:, :history] + history, 0, history - 1)]
-    rows = rows.at[:, :history].set(jnp.where(offset[:, :history, None] < 0, before, rows[:, :history]))
-    mixed = sum(rows[:, shift : shift + CHUNK] * conv_weight[shift] for shift in range(history + 1))
-    return jax.nn.silu(mixed)
-
-
 def _last_inputs(qkv, window, query_start, query_length):
     """The last width - 1 inputs of each sequence, its old window included: [sequences, width - 1, channels]."""
     history = window.shape[1]
@@ -86,68 +138,24 @@ def _last_inputs(qkv, window, query_start, query_length):
     return jnp.where((position < 0)[:, :, None], before, rows)
 
 
-def _chunked_rule(tiles: Tiles, query, key, value, beta, decay, slot, fresh, recurrent_state, shape):
-    """The delta rule over chunks. query, key: [tiles, CHUNK, key heads, key dim]; beta, decay: [tiles, CHUNK, value heads].
-
-    Rows beyond a tile's tokens have beta 0 and decay 0: they neither change the state nor let it decay.
-    """
-    valid = tiles.valid[:, :, None, None]
-    query = jnp.where(valid, normalize(query) * shape.key_dim**-0.5, 0)
-    key = jnp.where(valid, normalize(key), 0)
-    value = jnp.where(valid, value, 0)
-    # [tiles, heads, rows, dim] from here on; key heads are repeated only where the value heads differ.
-    query, key, value = (jnp.moveaxis(part, 2, 1) for part in (query, key, value))
-    beta, decay = (jnp.moveaxis(part, 2, 1) for part in (beta, decay))
-    total = jnp.cumsum(decay, axis=-1)
-    lower = jnp.tril(jnp.ones((CHUNK, CHUNK), bool))
-    damping = jnp.exp(jnp.where(lower, total[..., :, None] - total[..., None, :], -jnp.inf))
-
-    key_key = jnp.repeat(_inner(key, key), shape.group, axis=1)
-    query_key = jnp.repeat(_inner(query, key), shape.group, axis=1) * damping
-    key, query = (jnp.repeat(part, shape.group, axis=1) for part in (key, query))
-    inverse = unit_lower_inverse(jnp.tril(beta[..., None] * key_key * damping, -1))
-    grown = jnp.exp(total)[..., None]
-    solved = inverse @ (beta[..., None] * jnp.concatenate([value, key * grown], axis=-1))
-    values, keys = jnp.split(solved, (shape.value_dim,), axis=-1)
-    remaining = jnp.exp(total[..., -1:] - total)[..., None] * key
-    queries, last = query * grown, jnp.exp(total[..., -1])
-
-    def chunk(index, carry):
-        output, pool = carry
-        home = slot[tiles.sequence[index]]
-        state = pool[home].astype(jnp.float32)
-        state = jnp.where((tiles.offset[index] == 0) & fresh[tiles.sequence[index]], 0, state)
-        read = jnp.concatenate([queries[index], keys[index]], axis=1) @ state
-        new = values[index] - read[:, CHUNK:]
-        output = output.at[index].set(read[:, :CHUNK] + query_key[index] @ new)
-        state = state * last[index][:, None, None] + jnp.swapaxes(remaining[index], -1, -2) @ new
-        return output, pool.at[home].set(state.astype(pool.dtype))
-
-    output = jnp.zeros(values.shape, jnp.float32)
-    output, recurrent_state = lax.fori_loop(0, tiles.count, chunk, (output, recurrent_state))
-    return jnp.moveaxis(output, 1, 2), recurrent_state
-
-
-def _inner(left, right):
-    return jnp.einsum("nhik,nhjk->nhij", left, right, preferred_element_type=jnp.float32)
-
-
 def unit_lower_inverse(strict_lower):
     """(I + L)⁻¹ for strictly lower triangular L [..., size, size], size a power of two and at least 16.
 
-    By blocks: the inverse of [[A, 0], [B, D]] is [[A⁻¹, 0], [-D⁻¹ B A⁻¹, D⁻¹]]. Blocks of one row are their own inverse,
-    and every round doubles the blocks. It never forms powers of L, whose entries may grow far beyond the inverse's,
-    and needs no triangular solve, which XLA hands to the host on some backends.
+    Blocks of 16 rows by forward substitution, then by blocks: the inverse of [[A, 0], [B, D]] is
+    [[A⁻¹, 0], [-D⁻¹ B A⁻¹, D⁻¹]]. It never forms powers of L, whose entries may grow far beyond the inverse's, and needs
+    no triangular solve, which XLA hands to the host on some backends.
     """
-    size = strict_lower.shape[-1]
-    inner = _diagonal_blocks(strict_lower, 16)  # rounds within small blocks are masked products
-    row, column = jnp.arange(16)[:, None], jnp.arange(16)[None, :]
-    inverse = jnp.broadcast_to(jnp.eye(16, dtype=strict_lower.dtype), inner.shape)
-    for block in (1, 2, 4, 8):
-        joins = (row // (2 * block) == column // (2 * block)) & (row // block != column // block)
-        inverse = inverse - inverse @ jnp.where(joins, inner, 0) @ inverse
     block = 16
-    while block < size:
+    inner = _diagonal_blocks(strict_lower, block)
+
+    def substitute(row, inverse):
+        weights = lax.dynamic_index_in_dim(inner, row, inner.ndim - 2, keepdims=False)
+        value = (jnp.arange(block) == row) - jnp.einsum("...j,...jk->...k", weights, inverse)
+        return lax.dynamic_update_index_in_dim(inverse, value, row, inner.ndim - 2)
+
+    identity = jnp.broadcast_to(jnp.eye(block, dtype=inner.dtype), inner.shape)
+    inverse = lax.fori_loop(1, block, substitute, identity)
+    while block < strict_lower.shape[-1]:
         upper, lower = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
         below = _diagonal_blocks(strict_lower, 2 * block)[..., block:, :block]
         corner = -(lower @ below @ upper)

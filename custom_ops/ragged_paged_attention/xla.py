@@ -32,9 +32,9 @@ def ragged_paged_attention(
     tiles = tile_sequences(query_start, query_length, tokens=rows, tile=tile)
     padded = -(-page_table.shape[1] // step) * step - page_table.shape[1]
     page_table = jnp.pad(page_table, ((0, 0), (0, padded)))  # unread: positions there are never seen
-    # [tiles, heads, group * tile, dim]
-    grouped = (tiles.gather(query, 0) * jnp.asarray(scale, query.dtype)).reshape(-1, tile, heads, group, dim)
-    grouped = jnp.transpose(grouped, (0, 2, 3, 1, 4)).reshape(-1, heads, group * tile, dim)
+    # Columns are queries from here on: reductions over positions then run along vectors of queries.
+    columns = (tiles.gather(query, 0) * jnp.asarray(scale, query.dtype)).reshape(-1, tile, heads, group, dim)
+    columns = jnp.transpose(columns, (0, 2, 4, 3, 1)).reshape(-1, heads, dim, group * tile)
 
     def one_tile(index, output):
         sequence = tiles.sequence[index]
@@ -45,26 +45,26 @@ def ragged_paged_attention(
         def block(number, carry):
             total, highest, weighted = carry
             table = lax.dynamic_slice(page_table, (sequence, number * step), (1, step))[0]
-            history = pages[table].reshape(step * page_size, heads, 2, dim)
-            scores = jnp.einsum("hqd,lhd->hql", grouped[index], history[:, :, 0], preferred_element_type=jnp.float32)
-            seen = number * step * page_size + jnp.arange(step * page_size)
-            # Unseen values are zeroed as well: an unwritten page may hold anything, and 0 times NaN is NaN.
-            values = jnp.where((seen < last)[:, None, None], history[:, :, 1], 0)
-            scores = jnp.where(seen <= position[:, None], scores, MASKED)
-            new_highest = jnp.maximum(highest, scores.max(-1))
-            weights = jnp.exp(scores - new_highest[..., None])
+            history = jnp.transpose(pages[table].reshape(step * page_size, heads, 2, dim), (1, 2, 0, 3))
+            scores = jnp.einsum("hld,hdq->hlq", history[:, 0], columns[index], preferred_element_type=jnp.float32)
+            seen = (number * step * page_size + jnp.arange(step * page_size))[:, None]
+            scores = jnp.where(seen <= position, scores, MASKED)
+            new_highest = jnp.maximum(highest, scores.max(1, keepdims=True))
+            weights = jnp.exp(scores - new_highest)
             shrink = jnp.exp(highest - new_highest)
-            update = jnp.einsum("hql,lhd->hqd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
-            return total * shrink + weights.sum(-1), new_highest, weighted * shrink[..., None] + update
+            # Unseen values are zeroed as well: an unwritten page may hold anything, and 0 times NaN is NaN.
+            values = jnp.where(seen < last, history[:, 1], 0)
+            update = jnp.einsum("hld,hlq->hdq", values, weights.astype(values.dtype), preferred_element_type=jnp.float32)
+            return total * shrink + weights.sum(1, keepdims=True), new_highest, weighted * shrink + update
 
         start = (
-            jnp.zeros((heads, group * tile), jnp.float32),
-            jnp.full((heads, group * tile), MASKED, jnp.float32),
-            jnp.zeros((heads, group * tile, dim), jnp.float32),
+            jnp.zeros((heads, 1, group * tile), jnp.float32),
+            jnp.full((heads, 1, group * tile), MASKED, jnp.float32),
+            jnp.zeros((heads, dim, group * tile), jnp.float32),
         )
         total, _, weighted = lax.fori_loop(0, -(-last // (step * page_size)), block, start)
-        return output.at[index].set((weighted / total[..., None]).astype(output.dtype))
+        return output.at[index].set((weighted / total).astype(output.dtype))
 
-    output = lax.fori_loop(0, tiles.count, one_tile, jnp.zeros_like(grouped))
-    output = jnp.transpose(output.reshape(-1, heads, group, tile, dim), (0, 3, 1, 2, 4))
+    output = lax.fori_loop(0, tiles.count, one_tile, jnp.zeros_like(columns))
+    output = jnp.transpose(output.reshape(-1, heads, dim, group, tile), (0, 4, 1, 3, 2))
     return tiles.scatter(output.reshape(-1, tile, query_heads, dim)), pages
