@@ -1,0 +1,42 @@
+"""Mixture of experts over eight devices (4 chips × 2 cores) in every layout, against one device."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+OP = "ragged_moe"
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def errors():
+    """By 'implementation layout case': the largest relative error, and whether a row of no token got something."""
+    settings = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+        "JAX_PLATFORMS": "cpu",
+    }
+    script = Path(__file__).with_name("sharded_moe.py")
+    done = subprocess.run(
+        [sys.executable, script], env={**os.environ, **settings}, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", ["uniform", "skewed", "empty ranks", "one expert"])
+@pytest.mark.parametrize("layout", ["dp", "dp_tp", "tp"])
+def test_eight_devices_equal_one(implementation, errors, layout, case):
+    error, leaked = errors[f"{implementation} {layout} {case}"]
+    assert error <= 1e-5 and not leaked
+
+
+@pytest.mark.parametrize("layout", ["dp", "dp_tp", "tp"])
+def test_reference_is_sharded_the_same_way(errors, layout):
+    assert max(error for name, (error, _) in errors.items() if name.startswith(f"reference {layout} ")) <= 1e-5
