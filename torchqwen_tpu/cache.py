@@ -43,7 +43,8 @@ class CacheLayout:
 
     def shape(self, sequences: int, tokens: int) -> CacheShape:
         """A cache for that many sequences of that many tokens, rounded up to buckets."""
-        return CacheShape(bucket(-(-sequences // self.mesh.ranks)), bucket(-(-max(tokens, 1) // self.page_size)), self.page_size)
+        # At least two rows: XLA:CPU computes products with a single row element by element, producers and all.
+        return CacheShape(bucket(-(-sequences // self.mesh.ranks), 2), bucket(-(-max(tokens, 1) // self.page_size)), self.page_size)
 
     def arrays(self, shape: CacheShape) -> list[tuple[tuple[int, ...], torch.dtype, Axes]]:
         """Global shape, dtype and logical axes of each state, in the order of the layers."""
@@ -114,6 +115,7 @@ class HybridCache:
     Attributes:
         batch: number of sequences.
         lengths: [ranks * rows] tokens that each sequence's states hold.
+        states: of every layer, on the device; None until `reserve` makes them for the first step.
         columns: columns of the batch that were seen, padding included: what `get_seq_length` returns.
         offsets: [3, ranks * rows] what to add to a token's index for its position on each axis.
     """
@@ -124,7 +126,8 @@ class HybridCache:
         self.layout = layout
         self.batch = batch
         self.shape = layout.shape(batch, tokens)
-        self.states = layout.allocate(self.shape)
+        self.states: list[torch.Tensor] | None = None
+        self._expected = tokens
         total = layout.mesh.ranks * self.shape.rows
         self.lengths = np.zeros(total, np.int32)
         self.offsets = np.zeros((3, total), np.int32)
@@ -145,18 +148,24 @@ class HybridCache:
         """Columns of the batch that the cache has seen, padding included."""
         return self.columns
 
+    def expect(self, tokens: int) -> None:
+        """Let the next `reserve` make room for `tokens` tokens a sequence at once."""
+        self._expected = max(self._expected, tokens)
+
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` tokens a sequence."""
-        needed = self.layout.shape(self.batch, tokens)
-        if needed.pages > self.shape.pages:
-            self.states = self.layout.grow(self.states, self.shape, needed)
-            self.shape = needed
+        """Make room for `tokens` tokens a sequence, and for those that are expected."""
+        needed = self.layout.shape(self.batch, max(tokens, self._expected))
+        if self.states is None:
+            self.states, self.shape = self.layout.allocate(needed), needed
+        elif needed.pages > self.shape.pages:
+            self.states, self.shape = self.layout.grow(self.states, self.shape, needed), needed
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Sequence i continues what sequence beam_idx[i] holds: pages, convolution windows and recurrent states."""
         index = np.arange(len(self.lengths))
         index[: self.batch] = beam_idx.cpu().numpy()
-        self.states = self.layout.reorder(self.states, self.shape, index)
+        if self.states is not None:
+            self.states = self.layout.reorder(self.states, self.shape, index)
         self.lengths, self.offsets = self.lengths[index], self.offsets[:, index]
 
     def crop(self, max_length: int) -> None:
@@ -168,5 +177,6 @@ class HybridCache:
         copy = object.__new__(HybridCache)
         copy.__dict__.update(self.__dict__)
         copy.lengths, copy.offsets = self.lengths.copy(), self.offsets.copy()
-        copy.states = self.layout.reorder(self.states, self.shape, np.arange(len(self.lengths)))
+        if self.states is not None:
+            copy.states = self.layout.reorder(self.states, self.shape, np.arange(len(self.lengths)))
         return copy

@@ -64,6 +64,17 @@ def check_ids(input_ids: torch.Tensor, vocab_size: int) -> np.ndarray:
     return ids
 
 
+def check_embeddings(inputs_embeds: torch.Tensor, hidden_size: int) -> tuple[int, int]:
+    """[batch, columns] of embeddings [batch, columns, hidden size].
+
+    Raises:
+        ValueError: another shape, or empty.
+    """
+    if inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != hidden_size or inputs_embeds.numel() == 0:
+        raise ValueError(f"inputs_embeds must be [batch, sequence, {hidden_size}], not {list(inputs_embeds.shape)}")
+    return tuple(inputs_embeds.shape[:2])
+
+
 def columns_of(
     ids: np.ndarray | None,
     shape: tuple[int, int],
@@ -103,7 +114,9 @@ def columns_of(
         else:
             own = positions[:, number, chosen]
         if own.size and (own.min() < 0 or own.max() >= limit):
-            raise ValueError(f"position_ids of row {number} reach {own.max()}; they must be from 0 to {limit - 1}")
+            raise ValueError(
+                f"position_ids of row {number} go from {own.min()} to {own.max()}; they must lie in 0 to {limit - 1}"
+            )
         rows.append(Row(ids[number, chosen], own.astype(np.int32), np.zeros(0, np.int64)))
     return Columns(token, rows, np.cumsum(token, axis=1) - 1)
 

@@ -31,11 +31,11 @@ def ragged_moe(
 def tile_rows(pairs: int, experts: int) -> int:
     """Rows a tile for `pairs` (token, expert) pairs over `experts` experts.
 
-    One row (a matrix-vector product) while an expert sees a token or two; above, about twice the mean load, so that
-    most experts are one tile, within 16 and 128 rows.
+    One row (a matrix-vector product) while an expert sees few tokens; above, about twice the mean load, so that most
+    experts are one tile, within 16 and 128 rows.
     """
     mean = pairs / experts
-    return 1 if mean <= 2 else min(max(1 << round(2 * mean).bit_length() - 1, 16), 128)
+    return 1 if mean <= 4 else min(max(1 << round(2 * mean).bit_length() - 1, 16), 128)
 
 
 def _local_experts(rows, expert, weight, gate_up, down, tile):

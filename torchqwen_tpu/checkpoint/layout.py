@@ -1,4 +1,9 @@
-"""The order of channels on the device against the published one: converted at load and save, never in a step."""
+"""The form of parameters on the device against the published one: converted at load and save, never in a step.
+
+- Matrices that multiply tokens are [in, out] on the device (published: [out, in]): XLA:CPU packs the other form anew in
+  every product, and the kernels of the TPU want this one.
+- Channels of Gated DeltaNet are grouped by key head on the device (see `GatedDeltaNetShape`).
+"""
 
 from __future__ import annotations
 
@@ -6,19 +11,24 @@ import torch
 
 from custom_ops.gated_delta_net import GatedDeltaNetShape
 
-GROUPED_BY_KEY_HEAD = ("linear_attn.in_proj_qkv.weight", "linear_attn.conv1d.weight")
-"""Ends of the names of parameters whose first dimension is grouped by key head on the device."""
+_GROUPED_BY_KEY_HEAD = ("linear_attn.in_proj_qkv.weight", "linear_attn.conv1d.weight")
 
 
-def to_device_order(name: str, tensor: torch.Tensor, shape: GatedDeltaNetShape) -> torch.Tensor:
-    """A parameter as the device holds it, from its published form."""
-    if not name.endswith(GROUPED_BY_KEY_HEAD):
-        return tensor
-    return tensor[torch.tensor(shape.published_channels(), device=tensor.device)]
+def _is_transposed(name: str, tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 2 and not name.endswith("embed_tokens.weight")
 
 
-def to_published_order(name: str, tensor: torch.Tensor, shape: GatedDeltaNetShape) -> torch.Tensor:
+def to_device_form(name: str, tensor: torch.Tensor, shape: GatedDeltaNetShape) -> torch.Tensor:
+    """A parameter as the device holds it, from its published form; `shape` has the heads of a whole layer."""
+    if name.endswith(_GROUPED_BY_KEY_HEAD):
+        tensor = tensor[torch.tensor(shape.published_channels(), device=tensor.device)]
+    return tensor.t() if _is_transposed(name, tensor) else tensor
+
+
+def to_published_form(name: str, tensor: torch.Tensor, shape: GatedDeltaNetShape) -> torch.Tensor:
     """A parameter in its published form, from what the device holds."""
-    if not name.endswith(GROUPED_BY_KEY_HEAD):
-        return tensor
-    return tensor[torch.argsort(torch.tensor(shape.published_channels(), device=tensor.device))]
+    if _is_transposed(name, tensor):
+        tensor = tensor.t()
+    if name.endswith(_GROUPED_BY_KEY_HEAD):
+        tensor = tensor[torch.tensor(shape.published_channels()).argsort().to(tensor.device)]
+    return tensor

@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from torchqwen_tpu.checkpoint.files import DTYPES, CheckpointError, CheckpointFiles
-from torchqwen_tpu.checkpoint.layout import to_device_order
+from torchqwen_tpu.checkpoint.layout import to_device_form, to_published_form
 from torchqwen_tpu.checkpoint.names import Source, is_carried, parameter_of
 from torchqwen_tpu.ops import gated_delta_net_shape
 
@@ -33,22 +33,22 @@ def load_parameters(
     Raises:
         CheckpointError: a parameter that nothing fills, a tensor that fills nothing, a shape or a dtype that does not fit.
     """
-    parameters = dict(model.named_parameters())
-    plan = match(files, parameters)
     shape = gated_delta_net_shape(config)
+    parameters = {name: to_published_form(name, value, shape) for name, value in model.named_parameters()}
+    plan = match(files, parameters)
     total = sum(files.tensors[source.name].bytes for sources in plan.values() for source in sources)
     with tqdm(
         total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not logging.is_progress_bar_enabled()
     ) as bar:
         for name, sources in plan.items():
             kept = torch.float32 if name.endswith(KEEP_FP32) else dtype
-            value = to_device_order(name, _assemble(files, parameters[name], sources, kept), shape)
+            value = to_device_form(name, _assemble(files, parameters[name], sources, kept), shape)
             _replace(model, name, nn.Parameter(place(name, value.contiguous()), requires_grad=False))
             bar.update(sum(files.tensors[source.name].bytes for source in sources))
 
 
 def match(files: CheckpointFiles, parameters: dict[str, torch.Tensor]) -> dict[str, list[Source]]:
-    """For every parameter, the tensors of the files that fill it.
+    """For every parameter (in its published form), the tensors of the files that fill it.
 
     Raises:
         CheckpointError: naming what is missing, unexpected, mismatched or filled twice.

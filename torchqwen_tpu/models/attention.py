@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from torchqwen_tpu.batch import RaggedBatch
-from torchqwen_tpu.models.layers import RMSNorm, rotate
+from torchqwen_tpu.models.layers import Linear, RMSNorm, rotate
 from torchqwen_tpu.ops import Operations
 
 
@@ -17,10 +17,10 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         query_size, kv_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, 2 * query_size, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
+        self.q_proj = Linear(config.hidden_size, 2 * query_size, bias=config.attention_bias)
+        self.k_proj = Linear(config.hidden_size, kv_size, bias=config.attention_bias)
+        self.v_proj = Linear(config.hidden_size, kv_size, bias=config.attention_bias)
+        self.o_proj = Linear(query_size, config.hidden_size, bias=config.attention_bias)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 

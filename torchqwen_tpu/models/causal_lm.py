@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch_xla
-from torch import nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
@@ -18,13 +17,14 @@ from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5Moe
 
 from torchqwen_tpu.cache import CacheLayout, HybridCache
 from torchqwen_tpu.checkpoint.files import DTYPES, CheckpointFiles
-from torchqwen_tpu.checkpoint.layout import to_published_order
+from torchqwen_tpu.checkpoint.layout import to_device_form, to_published_form
 from torchqwen_tpu.checkpoint.names import published_name
 from torchqwen_tpu.checkpoint.reader import KEEP_FP32, load_parameters
 from torchqwen_tpu.checkpoint.resolve import check_family, load_config, load_generation_config, resolve_folder
 from torchqwen_tpu.checkpoint.writer import carried_tensors, save_weights
 from torchqwen_tpu.config import ParallelConfig, RuntimeConfig
-from torchqwen_tpu.inputs import check_ids, columns_of, limit_of
+from torchqwen_tpu.inputs import check_embeddings, check_ids, columns_of, limit_of
+from torchqwen_tpu.models.layers import Linear
 from torchqwen_tpu.models.qwen3_5 import TextModel
 from torchqwen_tpu.ops import Operations, gated_delta_net_shape
 from torchqwen_tpu.parallel import build_mesh
@@ -55,10 +55,12 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
         super().__init__(config.get_text_config())
         self.checkpoint_config = config
         self.model = TextModel(self.config)
-        self.lm_head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
+        self.lm_head = None if self.config.tie_word_embeddings else Linear(self.config.hidden_size, self.config.vocab_size)
         self.vocab_size = self.config.vocab_size
         self._files: CheckpointFiles | None = None
         self._steps: Steps | None = None
+        self.register_state_dict_post_hook(_publish)
+        self.register_load_state_dict_pre_hook(_unpublish)
 
     @classmethod
     def from_pretrained(
@@ -98,10 +100,8 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
         with torch.device("meta"):
             model = cls(config)
         files = CheckpointFiles(folder)
-        if model.config.tie_word_embeddings or (
-            "lm_head.weight" not in files.tensors and getattr(config, "tie_word_embeddings", False)
-        ):
-            model.lm_head.weight = model.model.embed_tokens.weight
+        if "lm_head.weight" not in files.tensors and getattr(config, "tie_word_embeddings", False):
+            model.lm_head = None
         mesh = build_mesh(parallel)
         _check_divisible(model.config, mesh)
         load_parameters(files, model, model.config, dtype, lambda name, value: _place(mesh, name, value))
@@ -113,18 +113,11 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
     def _start(self, mesh: DeviceMesh, runtime: RuntimeConfig, dtype: torch.dtype) -> None:
         for name, buffer in self.model.rotary_emb.named_buffers():
             setattr(self.model.rotary_emb, name, mesh.put(buffer, (None,)))
-        if self.tied:
-            self.lm_head.weight = self.model.embed_tokens.weight
         for container in (self.config, self.checkpoint_config):
             container.dtype = dtype
         self._cache_layout = CacheLayout(self.config, mesh, runtime, dtype)
         self._steps = Steps(self.model, self.lm_head, Operations(mesh, runtime), runtime)
         self.eval()
-
-    @property
-    def tied(self) -> bool:
-        """Whether the head uses the embedding's weights."""
-        return self.lm_head.weight is self.model.embed_tokens.weight or self.lm_head.weight.is_meta
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -176,9 +169,10 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass either input_ids or inputs_embeds")
         cache = cache if cache is not None else past_key_values
-        source = input_ids if input_ids is not None else inputs_embeds[..., 0]
-        ids = check_ids(input_ids, self.vocab_size) if input_ids is not None else None
-        shape = tuple(source.shape)
+        if input_ids is not None:
+            ids, shape = check_ids(input_ids, self.vocab_size), tuple(input_ids.shape)
+        else:
+            ids, shape = None, check_embeddings(inputs_embeds, self.config.hidden_size)
         cache = self._continued(cache, shape)
         columns = columns_of(ids, shape, attention_mask, position_ids, cache, limit_of(self.config))
         keep = np.arange(shape[1])
@@ -214,6 +208,8 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"cache is a {type(cache).__name__}; pass one that this model returned, or None to start a new one"
             )
+        if cache.layout is not self._cache_layout:
+            raise ValueError("the cache was made by another model; pass one that this model returned")
         if cache.batch != shape[0]:
             raise ValueError(f"the cache holds {cache.batch} sequences and the batch has {shape[0]}")
         return cache
@@ -233,16 +229,16 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
             raise ValueError(f"{folder} is a file; pass a folder")
         folder.mkdir(parents=True, exist_ok=True)
         whole = self.checkpoint_config is not self.config and self.checkpoint_config.model_type != self.config.model_type
+        shape = gated_delta_net_shape(self.config)
         parameters = {published_name(name, whole): (name, value) for name, value in self.named_parameters()}
-        tensors = {name: value.to("meta") for name, (_, value) in parameters.items()}
+        tensors = {name: to_published_form(own, value.to("meta"), shape) for name, (own, value) in parameters.items()}
         if whole:
             tensors |= carried_tensors(self._files)
-        shape = gated_delta_net_shape(self.config)
 
         def read(name: str) -> torch.Tensor:
             if name in parameters:
                 own, value = parameters[name]
-                return to_published_order(own, value.cpu(), shape)
+                return to_published_form(own, value.cpu(), shape)
             return self._files.read(name)
 
         save_weights(folder, tensors, read, max_shard_size)
@@ -261,6 +257,21 @@ class Qwen3_5ForCausalLM(CausalLM):
     """Dense Qwen 3.5, 0.8B to 27B."""
 
     config_class = Qwen3_5TextConfig
+
+
+def _publish(model: CausalLM, state: dict, prefix: str, metadata: dict) -> None:
+    """Hook: `state_dict()` speaks the published form."""
+    shape = gated_delta_net_shape(model.config)
+    for name, _ in model.named_parameters():
+        state[prefix + name] = to_published_form(name, state[prefix + name], shape)
+
+
+def _unpublish(model: CausalLM, state: dict, prefix: str, *unused) -> None:
+    """Hook: `load_state_dict()` takes the published form."""
+    shape = gated_delta_net_shape(model.config)
+    for name, _ in model.named_parameters():
+        if prefix + name in state:
+            state[prefix + name] = to_device_form(name, state[prefix + name], shape)
 
 
 def _padded(selected: Selected, rows: torch.Tensor, columns, keep: np.ndarray) -> torch.Tensor:

@@ -40,14 +40,27 @@ class GatedRMSNorm(nn.Module):
         return (y * self.weight * F.silu(gate.float())).to(x.dtype)
 
 
+class Linear(nn.Module):
+    """x · weight (+ bias), with the weight [in, out] on the device and [out, in] in `state_dict()` and on disk."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(inputs, outputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x @ self.weight.to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+
 class MLP(nn.Module):
     """down(act(gate(x)) · up(x))"""
 
     def __init__(self, config, width: int):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, width, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, width, bias=False)
-        self.down_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.gate_proj = Linear(config.hidden_size, width)
+        self.up_proj = Linear(config.hidden_size, width)
+        self.down_proj = Linear(width, config.hidden_size)
         self.activation = ACT2FN[config.hidden_act]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

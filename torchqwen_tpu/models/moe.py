@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from torchqwen_tpu.batch import RaggedBatch
-from torchqwen_tpu.models.layers import MLP
+from torchqwen_tpu.models.layers import MLP, Linear
 from torchqwen_tpu.ops import Operations
 
 
-class Router(nn.Module):
+class Router(Linear):
     """Logits of all experts, FP32 unless `round_router` asks for the model's dtype."""
 
     def __init__(self, config):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        super().__init__(config.hidden_size, config.num_experts)
 
     def forward(self, hidden: torch.Tensor, rounded: bool) -> torch.Tensor:
-        if rounded:
-            return F.linear(hidden, self.weight).float()
-        return F.linear(hidden.float(), self.weight.float())
+        return super().forward(hidden).float() if rounded else super().forward(hidden.float())
 
 
 class Experts(nn.Module):
@@ -41,7 +37,7 @@ class SparseMoeBlock(nn.Module):
         self.gate = Router(config)
         self.experts = Experts(config)
         self.shared_expert = MLP(config, config.shared_expert_intermediate_size)
-        self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
+        self.shared_expert_gate = Linear(config.hidden_size, 1)
 
     def forward(self, hidden: torch.Tensor, batch: RaggedBatch, ops: Operations) -> torch.Tensor:
         """[tokens, hidden size] → the same."""

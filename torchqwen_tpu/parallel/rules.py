@@ -13,22 +13,23 @@ LAYOUT_RULES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
-    # end of the parameter's name: logical axis of each dimension; all other parameters are replicated
-    "linear_attn.in_proj_qkv.weight": ("heads", None),
-    "linear_attn.in_proj_z.weight": ("heads", None),
-    "linear_attn.in_proj_b.weight": ("heads", None),
-    "linear_attn.in_proj_a.weight": ("heads", None),
+    # end of the parameter's name: logical axis of each dimension on the device, where matrices are [in, out];
+    # all other parameters are replicated
+    "linear_attn.in_proj_qkv.weight": (None, "heads"),
+    "linear_attn.in_proj_z.weight": (None, "heads"),
+    "linear_attn.in_proj_b.weight": (None, "heads"),
+    "linear_attn.in_proj_a.weight": (None, "heads"),
     "linear_attn.conv1d.weight": ("heads", None, None),
     "linear_attn.A_log": ("heads",),
     "linear_attn.dt_bias": ("heads",),
-    "linear_attn.out_proj.weight": (None, "heads"),
-    "self_attn.q_proj.weight": ("heads", None),
-    "self_attn.k_proj.weight": ("heads", None),
-    "self_attn.v_proj.weight": ("heads", None),
+    "linear_attn.out_proj.weight": ("heads", None),
+    "self_attn.q_proj.weight": (None, "heads"),
+    "self_attn.k_proj.weight": (None, "heads"),
+    "self_attn.v_proj.weight": (None, "heads"),
     "self_attn.q_proj.bias": ("heads",),
     "self_attn.k_proj.bias": ("heads",),
     "self_attn.v_proj.bias": ("heads",),
-    "self_attn.o_proj.weight": (None, "heads"),
+    "self_attn.o_proj.weight": ("heads", None),
     "mlp.experts.gate_up_proj": ("experts", None, None),
     "mlp.experts.down_proj": ("experts", None, None),
 }

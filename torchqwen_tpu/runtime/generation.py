@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from transformers import GenerationConfig
 from transformers.generation import (
     EosTokenCriteria,
     GenerateDecoderOnlyOutput,
@@ -27,7 +28,7 @@ from transformers.generation import (
 
 from torchqwen_tpu.batch import bucket
 from torchqwen_tpu.cache import HybridCache
-from torchqwen_tpu.inputs import check_ids, columns_of, limit_of
+from torchqwen_tpu.inputs import check_embeddings, check_ids, columns_of, limit_of
 from torchqwen_tpu.runtime.packing import Row, extend
 from torchqwen_tpu.runtime.sampling import choose_on_host
 from torchqwen_tpu.runtime.step import EOS_SLOTS, DecodeShape
@@ -39,6 +40,9 @@ _UNSUPPORTED = {
     "negative_prompt_attention_mask": "classifier-free guidance is not supported; pass a logits_processor instead",
     "guidance_scale": "classifier-free guidance is not supported; pass a logits_processor instead",
     "custom_generate": "custom decoding loops are not supported; pass logits_processor and stopping_criteria instead",
+    "num_beam_groups": "groups of beams are not supported; use num_beams without groups",
+    "constraints": "constrained beams are not supported; pass prefix_allowed_tokens_fn or a logits_processor instead",
+    "force_words_ids": "constrained beams are not supported; pass prefix_allowed_tokens_fn or a logits_processor instead",
     "penalty_alpha": "contrastive search is not supported; use sampling or beams",
     "dola_layers": "DoLa decoding is not supported; use sampling or beams",
     "cache_implementation": "there is one cache here, made by the model; leave cache_implementation out",
@@ -46,6 +50,8 @@ _UNSUPPORTED = {
     "output_attentions": "attention weights are never formed; leave output_attentions out",
     "output_hidden_states": "generate() keeps no hidden states; call forward() on the result with output_hidden_states=True",
 }
+_NO_EFFECT = {"guidance_scale": 1, "num_beam_groups": 1}
+"""Values that switch the unsupported thing off, besides None, False and an empty one."""
 _DEVICE_WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 _SEEDS: contextvars.ContextVar[int | Sequence[int] | None] = contextvars.ContextVar("seeds", default=None)
 
@@ -83,7 +89,14 @@ class Generation:
     """The part of the model that generates."""
 
     @torch.no_grad()
-    def generate(self, inputs: torch.Tensor | None = None, *args, seed: int | Sequence[int] | None = None, **kwargs):
+    def generate(
+        self,
+        inputs: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *args,
+        seed: int | Sequence[int] | None = None,
+        **kwargs,
+    ):
         """As transformers' `generate`, with one argument more.
 
         Args:
@@ -96,25 +109,21 @@ class Generation:
             ValueError: bad input, or something that is not supported, with what to use instead.
         """
         self._loaded()
-        for name, remedy in _UNSUPPORTED.items():
-            if kwargs.get(name) not in (None, False, ""):
-                raise ValueError(f"{name}: {remedy}")
-        new_tokens = kwargs.get("max_new_tokens", getattr(kwargs.get("generation_config"), "max_new_tokens", None))
-        if new_tokens is not None and new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, not {new_tokens}")
+        _refuse_unsupported(kwargs, generation_config if generation_config is not None else self.generation_config)
         if "past_key_values" in kwargs:
             kwargs["cache"] = kwargs.pop("past_key_values")
-        given = inputs if inputs is not None else kwargs.get("input_ids")
-        if given is not None:
-            if "inputs_embeds" not in kwargs:
-                check_ids(given, self.vocab_size)
-        elif "inputs_embeds" not in kwargs:
+        given, embeddings = inputs if inputs is not None else kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+        if given is None and embeddings is None:
             raise ValueError("generate() needs a prompt: pass input_ids (or inputs_embeds)")
-        device = given.device if given is not None else kwargs["inputs_embeds"].device
+        if embeddings is None:
+            check_ids(given, self.vocab_size)
+        else:
+            check_embeddings(embeddings, self.config.hidden_size)
+        device = given.device if given is not None else embeddings.device
         inputs, kwargs = _on_host(inputs), {name: _on_host(value) for name, value in kwargs.items()}
         token = _SEEDS.set(seed)
         try:
-            output = super().generate(inputs, *args, **kwargs)
+            output = super().generate(inputs, generation_config, *args, **kwargs)
         finally:
             _SEEDS.reset(token)
         if isinstance(output, torch.Tensor):
@@ -124,16 +133,17 @@ class Generation:
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length):
         """transformers' hook: the cache of a generation, for all beams or returned sequences of the batch."""
+        if _SEEDS.get() is not None and generation_config.do_sample and generation_config.num_beams > 1:
+            raise ValueError("seed: sampled beams draw from torch's default generator; call torch.manual_seed() instead")
         sequences = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
-        seen = model_kwargs["cache"].columns if model_kwargs.get("cache") is not None else 0
         if max_cache_length + 1 > limit_of(self.config):
             raise ValueError(
                 f"prompt and new tokens come to {max_cache_length + 1}, and the model's limit is {limit_of(self.config)} "
                 "(max_position_embeddings); shorten the prompt or lower max_new_tokens"
             )
         model_kwargs["cache"] = self._continued(model_kwargs.get("cache"), (sequences, max(max_cache_length, 1)))
-        if seen:
-            model_kwargs["cache"].reserve(max_cache_length)
+        model_kwargs["cache"].expect(max_cache_length)
+        generation_config.use_cache = True  # the recurrent states are always kept; without them every answer is the same
 
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
         """transformers' hook: `forward` counts tokens itself."""
@@ -146,14 +156,18 @@ class Generation:
 
     def prepare_inputs_for_generation(
         self, input_ids, next_sequence_length=None, cache=None, attention_mask=None, inputs_embeds=None,
-        is_first_iteration=False, **kwargs,
+        position_ids=None, is_first_iteration=False, **kwargs,
     ):  # fmt: skip
         """transformers' hook: arguments of one `forward` of beam search, left on the host."""
-        if inputs_embeds is not None and is_first_iteration:
-            source = {"inputs_embeds": inputs_embeds}
-        else:
-            source = {"input_ids": input_ids if next_sequence_length is None else input_ids[:, -next_sequence_length:]}
-        return {**source, "cache": cache, "attention_mask": attention_mask, "logits_to_keep": 1}
+        use_embeddings = inputs_embeds is not None and is_first_iteration
+        source = inputs_embeds if use_embeddings else input_ids
+        columns = source.shape[1] if next_sequence_length is None else next_sequence_length
+        if columns < 1:
+            raise _nothing_new(cache.columns, source.shape[1])
+        model_inputs = {"inputs_embeds" if use_embeddings else "input_ids": source[:, -columns:]}
+        if position_ids is not None and is_first_iteration:  # later tokens count on from there
+            model_inputs["position_ids"] = position_ids[..., -columns:]
+        return {**model_inputs, "cache": cache, "attention_mask": attention_mask, "logits_to_keep": 1}
 
     def _sample(
         self,
@@ -212,10 +226,7 @@ class _DecodeLoop:
         mask_length = mask.shape[1] if mask is not None else getattr(self.config, "_mask_length", source.shape[1])
         if mask_length == source.shape[1]:  # the whole sequence was passed, not only its new part
             if source.shape[1] <= seen:
-                raise ValueError(
-                    f"the cache has seen {seen} columns and {source.shape[1]} were passed; pass the whole sequence, its "
-                    "earlier part included"
-                )
+                raise _nothing_new(seen, source.shape[1])
             source = source[:, seen:]
         ids = None if embeddings is not None else source.numpy()
         positions = model_kwargs.get("position_ids")
@@ -337,6 +348,23 @@ def _row_seeds(seed: int | Sequence[int] | None, rows: int, copies: int) -> np.n
         raise ValueError(f"seed has {len(prompts)} entries for {rows // copies} prompts; pass one for all or one for each")
     numbers = np.repeat(prompts, copies) + 1_000_003 * np.tile(np.arange(copies), rows // copies)
     return (numbers % (2**31 - 1)).astype(np.int32)
+
+
+def _refuse_unsupported(arguments: dict, generation_config: GenerationConfig) -> None:
+    """Refuse what an argument, or else the configuration, asks for and there is no support for."""
+    for name, remedy in _UNSUPPORTED.items():
+        value = arguments.get(name, getattr(generation_config, name, None))
+        if value is not None and (isinstance(value, torch.Tensor) or value not in (False, "", _NO_EFFECT.get(name))):
+            raise ValueError(f"{name}: {remedy}")
+    new_tokens = arguments.get("max_new_tokens", generation_config.max_new_tokens)
+    if new_tokens is not None and new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, not {new_tokens}")
+
+
+def _nothing_new(seen: int, passed: int) -> ValueError:
+    return ValueError(
+        f"the cache has seen {seen} columns and {passed} were passed; pass the whole sequence, its earlier part included"
+    )
 
 
 def _on_host(value):

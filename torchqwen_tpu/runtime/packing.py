@@ -12,7 +12,7 @@ from torchqwen_tpu.cache import HybridCache
 from torchqwen_tpu.runtime.step import ExtendShape, Steps
 
 SMALLEST_BUCKET = 64
-"""Fewest tokens that a prefill step is compiled for."""
+"""Fewest tokens that a prefill step is compiled for, and fewest logits where it is more than one a sequence."""
 
 
 @dataclass
@@ -117,7 +117,7 @@ def _pack(pieces: list[list[Piece]], rows: list[Row], cache: HybridCache, embedd
     ]
     tokens = per_rank if decode else bucket(max(sum(p.last - p.first for p in rank) for rank in pieces), SMALLEST_BUCKET)
     most = max(len(rank) for rank in wanted)
-    selected = per_rank if most <= per_rank else bucket(most)
+    selected = per_rank if most <= per_rank else bucket(most, SMALLEST_BUCKET)
     shape = ExtendShape(tokens, selected, cache.shape, decode, embeddings, hidden_states)
 
     values = {name: np.zeros((ranks, size), np.int32) for name, size in shape.header.fields}

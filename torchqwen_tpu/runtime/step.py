@@ -16,6 +16,7 @@ from transformers.utils import logging
 from torchqwen_tpu.batch import Header, RaggedBatch, place_header
 from torchqwen_tpu.cache import CacheShape, HybridCache
 from torchqwen_tpu.config import RuntimeConfig
+from torchqwen_tpu.models.layers import Linear
 from torchqwen_tpu.models.qwen3_5 import TextModel
 from torchqwen_tpu.ops import Operations
 from torchqwen_tpu.runtime.graph import CompiledGraph
@@ -82,10 +83,10 @@ class Steps:
     """Compiled steps of one model.
 
     Args:
-        decoder, head: the modules, their parameters on the device.
+        decoder, head: the modules, their parameters on the device; without a head the embedding serves as one.
     """
 
-    def __init__(self, decoder: TextModel, head: torch.nn.Linear, ops: Operations, runtime: RuntimeConfig):
+    def __init__(self, decoder: TextModel, head: Linear | None, ops: Operations, runtime: RuntimeConfig):
         self.decoder, self.head, self.ops, self.runtime = decoder, head, ops, runtime
         self._graphs: dict[ExtendShape | DecodeShape, CompiledGraph] = {}
         self._traced: list[tuple[int, int]] = []
@@ -138,7 +139,11 @@ class Steps:
 
     def _weights(self) -> list[tuple[int, int]]:
         """What tells whether a weight was replaced or changed in place."""
-        return [(id(tensor), tensor._version) for module in (self.decoder, self.head) for tensor in module.parameters()]
+        modules = [module for module in (self.decoder, self.head) if module is not None]
+        return [(id(tensor), tensor._version) for module in modules for tensor in module.parameters()]
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, self.decoder.embed_tokens.weight) if self.head is None else self.head(hidden)
 
     def _trace_extend(self, shape: ExtendShape, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         header = shape.header.unpack(tensors[0])
@@ -161,7 +166,7 @@ class Steps:
         layers = [self.ops.select(rows, select) for rows in output.layer_inputs]
         if shape.hidden_states:
             layers.append(hidden)
-        return [*_flat(output.states), self.head(hidden), *layers]
+        return [*_flat(output.states), self._logits(hidden), *layers]
 
     def _trace_decode(self, shape: DecodeShape, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         header, rows = shape.header.unpack(tensors[0]), shape.cache.rows
@@ -185,7 +190,7 @@ class Steps:
             )
             embeddings = F.embedding(token, self.decoder.embed_tokens.weight)
             output = self.decoder(embeddings, batch, _by_layer(self.decoder, states), self.ops)
-            logits = self.head(output.hidden).float()
+            logits = self._logits(output.hidden).float()
             if shape.candidates:
                 chosen = self.ops.sample(
                     logits, constant["seed"], generated, constant["temperature"], constant["top_k"], constant["top_p"],
