@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchqwen_tpu.batch import RaggedBatch
-from torchqwen_tpu.checkpoint.layout import GROUPED_BY_KEY_HEAD, to_device_order, to_published_order
 from torchqwen_tpu.models.layers import GatedRMSNorm, Linear
 from torchqwen_tpu.ops import Operations, gated_delta_net_shape
 
