@@ -11,8 +11,6 @@ import pytest
 from custom_ops.implementations import IMPLEMENTATIONS
 
 jax.config.update("jax_platforms", "cpu")
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""Compiler options that halve the time to compile, which is where these tests spend theirs."""
 
 
 def pytest_generate_tests(metafunc):
@@ -25,7 +23,7 @@ def pytest_generate_tests(metafunc):
 @functools.lru_cache(maxsize=None)
 def compiled(op: str, implementation: str, **static):
     """An implementation of an operation under jit; shapes that were compiled once are not compiled again."""
-    return jax.jit(functools.partial(IMPLEMENTATIONS[op][implementation], **static), compiler_options=QUICK)
+    return jax.jit(functools.partial(IMPLEMENTATIONS[op][implementation], **static))
 
 
 def relative_error(result, expected) -> float:

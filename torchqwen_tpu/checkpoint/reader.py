@@ -91,14 +91,14 @@ def _problems(files: CheckpointFiles, name: str, parameter: torch.Tensor, source
     if len(set(parts)) < len(parts):
         problems.append(f"{name} is filled twice, by {_listed([source.name for source in sources])}")
     elif sources and (None, None) not in parts:
-        if absent := _absent(name, parameter.shape[0], parts):
+        if absent := _absent(name, parameter.shape[0], set(parts)):
             problems.append(f"no tensor fills {_listed(absent)}")
     elif len(parts) > 1:
         problems.append(f"{name} is both fused and per expert, in {_listed([source.name for source in sources])}")
     return problems
 
 
-def _absent(name: str, experts: int, parts: list[tuple[int | None, int | None]]) -> list[str]:
+def _absent(name: str, experts: int, parts: set[tuple[int | None, int | None]]) -> list[str]:
     """Names of the expert tensors that a parameter lacks, without the prefix of the file."""
     fused = name.endswith("gate_up_proj")
     halves = {0: "gate_proj", 1: "up_proj"} if fused else {None: "down_proj"}

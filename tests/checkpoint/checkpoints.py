@@ -1,0 +1,111 @@
+"""A small random checkpoint in the published layout, and ways to write it: whole or text model, sharded, changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from support import moe_config
+from transformers import PretrainedConfig, Qwen3_5MoeConfig
+
+from torchqwen_tpu.checkpoint.files import INDEX
+
+WHOLE, TEXT = "model.language_model.", "model."
+Tensors = dict[str, torch.Tensor]
+
+
+def whole_config(**text) -> Qwen3_5MoeConfig:
+    """A layer of Gated DeltaNet and one of attention over 8 experts, and a stub of a vision tower."""
+    text = moe_config(layer_types=["linear_attention", "full_attention"], num_hidden_layers=2, **text)
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "patch_size": 4,
+        "out_hidden_size": text.hidden_size,
+        "num_position_embeddings": 16,
+    }
+    return Qwen3_5MoeConfig(text_config=text.to_dict(), vision_config=vision, dtype="bfloat16")
+
+
+@dataclass
+class Checkpoint:
+    """Tensors by their names in the files, and the configuration that goes with them."""
+
+    config: PretrainedConfig
+    tensors: Tensors
+
+    def parameters(self) -> Tensors:
+        """What a model must hold, under its parameters' names: neither vision nor multi-token prediction."""
+        return {
+            TEXT + name.removeprefix(WHOLE) if name.startswith(WHOLE) else name: tensor
+            for name, tensor in self.tensors.items()
+            if not name.startswith(("mtp.", "model.visual."))
+        }
+
+    def text_only(self) -> Checkpoint:
+        """The text model alone, as it is saved with a text config."""
+        return Checkpoint(self.config.get_text_config(), self.parameters())
+
+    def write(self, folder: Path, shards: int = 1, change: Callable[[Tensors], object] = lambda tensors: None) -> Path:
+        """Write config and weights, the tensors dealt out to shards in turn; `change` edits a copy of them before."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.config.save_pretrained(folder)
+        tensors = dict(self.tensors)
+        change(tensors)
+        names = sorted(tensors)
+        files = ["model.safetensors"] if shards == 1 else [shard_name(number, shards) for number in range(shards)]
+        for number, file in enumerate(files):
+            save_file({name: tensors[name].contiguous() for name in names[number::shards]}, folder / file)
+        if shards > 1:
+            write_index(folder, {name: files[number % shards] for number, name in enumerate(names)})
+        return folder
+
+
+def shard_name(number: int, shards: int) -> str:
+    return f"model-{number + 1:05}-of-{shards:05}.safetensors"
+
+
+def write_index(folder: Path, weight_map: dict[str, str]) -> None:
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def random_checkpoint(config: Qwen3_5MoeConfig, seed: int = 0) -> Checkpoint:
+    """Random weights of a whole model in BF16, with FP32 where the published ones have it, and an `mtp.*` head."""
+    torch.manual_seed(seed)
+    state = transformers.Qwen3_5MoeForConditionalGeneration(config).state_dict()
+    hidden = config.get_text_config().hidden_size
+    state["mtp.fc.weight"] = torch.empty(hidden, 2 * hidden)
+    state["mtp.layers.0.mlp.experts.gate_up_proj"] = torch.empty(8, 32, hidden)
+    state["mtp.norm.weight"] = torch.empty(hidden)
+    tensors = {}
+    for name, tensor in state.items():
+        steers = name.endswith(("A_log", "linear_attn.norm.weight"))
+        tensors[name] = (torch.randn_like(tensor) * 0.2).to(torch.float32 if steers else torch.bfloat16)
+    return Checkpoint(config, tensors)
+
+
+def tensors_of(folder: Path) -> Tensors:
+    """All tensors of a folder's safetensors files."""
+    tensors: Tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def published_state(model) -> Tensors:
+    """A model's parameters on the host, in the published form."""
+    return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+
+
+def assert_same(result: Tensors, expected: Tensors) -> None:
+    """The same names, and every tensor the same to the bit."""
+    assert sorted(result) == sorted(expected)
+    for name, tensor in expected.items():
+        assert result[name].dtype == tensor.dtype and torch.equal(result[name], tensor), name

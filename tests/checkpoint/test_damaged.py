@@ -1,0 +1,206 @@
+"""Checkpoints that do not fit or are damaged: an error names the file or the tensor before any weight is read."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+import torch
+from checkpoints import WHOLE, shard_name, tensors_of, write_index
+from safetensors.torch import save_file
+from test_loading import load, unfuse
+
+from torchqwen_tpu.checkpoint.files import INDEX, CheckpointError
+
+A_LOG = WHOLE + "layers.0.linear_attn.A_log"
+QUERY = WHOLE + "layers.1.self_attn.q_proj.weight"
+EXPERTS = WHOLE + "layers.1.mlp.experts."
+SHARDS = 3
+
+
+@pytest.fixture
+def refused(reads):
+    """Asserts that a folder is refused with an error that names all of `names`, and that no weight was read."""
+
+    def check(folder, *names):
+        with pytest.raises(CheckpointError) as error:
+            load(folder)
+        assert all(name in str(error.value) for name in names), str(error.value)
+        assert not reads
+
+    return check
+
+
+@pytest.mark.parametrize(
+    "name", [A_LOG, QUERY, WHOLE + "embed_tokens.weight", WHOLE + "norm.weight", EXPERTS + "down_proj"]
+)
+def test_missing_tensor(checkpoint, tmp_path, refused, name):
+    folder = checkpoint.write(tmp_path, change=lambda tensors: tensors.pop(name))
+    refused(folder, name.removeprefix(WHOLE))
+
+
+def test_missing_expert(checkpoint, tmp_path, refused):
+    def change(tensors):
+        unfuse(tensors)
+        del tensors[EXPERTS + "3.up_proj.weight"], tensors[EXPERTS + "5.down_proj.weight"]
+
+    folder = checkpoint.write(tmp_path, change=change)
+    refused(folder, "layers.1.mlp.experts.3.up_proj", "layers.1.mlp.experts.5.down_proj")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.language_model.layers.7.input_layernorm.weight",
+        "model.language_model.layers.0.mlp.experts.gate_up_proj_scale_inv",
+        "model.language_model.layers.1.linear_attn.A_log",
+        "model.language_model.layers.1.self_attn.q_proj.bias",
+        "language.norm.weight",
+    ],
+)
+def test_unexpected_tensor(checkpoint, tmp_path, refused, name):
+    refused(checkpoint.write(tmp_path, change=lambda tensors: tensors.update({name: torch.zeros(2)})), name)
+
+
+def test_expert_beyond_the_last(checkpoint, tmp_path, refused):
+    def change(tensors):
+        unfuse(tensors)
+        tensors[EXPERTS + "8.up_proj.weight"] = tensors[EXPERTS + "7.up_proj.weight"].clone()
+
+    refused(checkpoint.write(tmp_path, change=change), EXPERTS + "8.up_proj.weight")
+
+
+@pytest.mark.parametrize(
+    "name", [A_LOG, QUERY, EXPERTS + "gate_up_proj", WHOLE + "layers.0.linear_attn.in_proj_qkv.weight"]
+)
+def test_wrong_shape(checkpoint, tmp_path, refused, name):
+    shape = list(checkpoint.tensors[name].shape)
+    folder = checkpoint.write(tmp_path, change=lambda tensors: tensors.update({name: tensors[name][1:].clone()}))
+    refused(folder, name, str(shape), str([shape[0] - 1, *shape[1:]]))
+
+
+def test_transposed_matrix(checkpoint, tmp_path, refused):
+    refused(checkpoint.write(tmp_path, change=lambda tensors: tensors.update({QUERY: tensors[QUERY].t()})), QUERY)
+
+
+def test_wrong_shape_of_an_expert(checkpoint, tmp_path, refused):
+    name = EXPERTS + "2.gate_proj.weight"
+
+    def change(tensors):
+        unfuse(tensors)
+        tensors[name] = tensors[name][:, 1:].clone()
+
+    refused(checkpoint.write(tmp_path, change=change), name)
+
+
+def test_both_prefixes_at_once(checkpoint, tmp_path, refused):
+    name = "model." + QUERY.removeprefix(WHOLE)
+    folder = checkpoint.write(tmp_path, change=lambda tensors: tensors.update({name: tensors[QUERY].clone()}))
+    refused(folder, name, QUERY)
+
+
+def test_fused_and_single_experts_at_once(checkpoint, tmp_path, refused):
+    def change(tensors):
+        fused = tensors[EXPERTS + "down_proj"].clone()
+        unfuse(tensors)
+        tensors[EXPERTS + "down_proj"] = fused
+
+    refused(checkpoint.write(tmp_path, change=change), "model.layers.1.mlp.experts.down_proj", EXPERTS + "0.down_proj")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.int64, torch.float64], ids=str)
+def test_dtype_that_is_no_weight(checkpoint, tmp_path, refused, dtype):
+    refused(checkpoint.write(tmp_path, change=lambda tensors: tensors.update({QUERY: tensors[QUERY].to(dtype)})), QUERY)
+
+
+def test_tensor_in_two_shards(checkpoint, tmp_path, refused):
+    folder = checkpoint.write(tmp_path, SHARDS)
+    for number in (0, 1):
+        file = folder / shard_name(number, SHARDS)
+        names = json.loads(file.read_bytes()[8:].split(b"}}")[0] + b"}}")
+        tensors = {name: tensor for name, tensor in tensors_of(folder).items() if name in names}
+        save_file({**tensors, A_LOG: checkpoint.tensors[A_LOG]}, file)
+    refused(folder, A_LOG, shard_name(0, SHARDS), shard_name(1, SHARDS))
+
+
+@pytest.mark.parametrize("number", range(SHARDS))
+def test_missing_shard(checkpoint, tmp_path, refused, number):
+    folder = checkpoint.write(tmp_path, SHARDS)
+    (folder / shard_name(number, SHARDS)).unlink()
+    refused(folder, shard_name(number, SHARDS))
+
+
+def test_index_names_an_absent_file(checkpoint, tmp_path, refused):
+    folder = checkpoint.write(tmp_path, SHARDS)
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    write_index(folder, {**weight_map, A_LOG: "model-00009-of-00009.safetensors"})
+    refused(folder, "model-00009-of-00009.safetensors", INDEX)
+
+
+def test_index_places_a_tensor_in_the_wrong_file(checkpoint, tmp_path, refused):
+    folder = checkpoint.write(tmp_path, SHARDS)
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    wrong = next(file for file in sorted(set(weight_map.values())) if file != weight_map[A_LOG])
+    write_index(folder, {**weight_map, A_LOG: wrong})
+    refused(folder, A_LOG, wrong)
+
+
+def test_index_names_a_tensor_that_no_file_holds(checkpoint, tmp_path, refused):
+    folder = checkpoint.write(tmp_path, SHARDS)
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    write_index(folder, {**weight_map, WHOLE + "extra": shard_name(0, SHARDS)})
+    refused(folder, WHOLE + "extra", shard_name(0, SHARDS))
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', "\x80"], ids=repr)
+def test_index_that_is_none(checkpoint, tmp_path, refused, text):
+    folder = checkpoint.write(tmp_path, SHARDS)
+    (folder / INDEX).write_text(text, encoding="latin-1")
+    refused(folder, INDEX)
+
+
+def test_no_weights_at_all(checkpoint, tmp_path, refused):
+    folder = checkpoint.write(tmp_path)
+    (folder / "model.safetensors").unlink()
+    refused(folder, str(folder))
+
+
+@pytest.mark.parametrize("shards", [1, SHARDS])
+@pytest.mark.parametrize(
+    "keep", ["nothing", "4 bytes", "8 bytes", "half the header", "header", "half", "all but a byte"]
+)
+def test_truncated_file(checkpoint, tmp_path, refused, shards, keep):
+    folder = checkpoint.write(tmp_path, shards)
+    file = folder / ("model.safetensors" if shards == 1 else shard_name(1, shards))
+    data = file.read_bytes()
+    header = 8 + struct.unpack("<Q", data[:8])[0]
+    length = {
+        "nothing": 0,
+        "4 bytes": 4,
+        "8 bytes": 8,
+        "half the header": header // 2,
+        "header": header,
+        "half": (header + len(data)) // 2,
+        "all but a byte": len(data) - 1,
+    }[keep]
+    file.write_bytes(data[:length])
+    refused(folder, file.name)
+
+
+@pytest.mark.parametrize("damage", ["length", "json", "offsets", "a page of the web"])
+def test_corrupt_header(checkpoint, tmp_path, refused, damage):
+    folder = checkpoint.write(tmp_path, SHARDS)
+    file = folder / shard_name(2, SHARDS)
+    data = bytearray(file.read_bytes())
+    if damage == "length":
+        data[:8] = struct.pack("<Q", 1 << 60)
+    elif damage == "json":
+        data[8:12] = b"\xff{{]"
+    elif damage == "offsets":
+        at = data.index(b'"data_offsets":[') + len(b'"data_offsets":[')
+        data[at : at + 1] = b"9"
+    else:
+        data = bytearray(b"<!DOCTYPE html><html>404</html>")
+    file.write_bytes(data)
+    refused(folder, file.name)
