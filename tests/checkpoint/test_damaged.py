@@ -109,7 +109,9 @@ def test_fused_and_single_experts_at_once(checkpoint, tmp_path, refused):
     refused(checkpoint.write(tmp_path, change=change), "model.layers.1.mlp.experts.down_proj", EXPERTS + "0.down_proj")
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.int64, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.int64, torch.float64], ids=str
+)
 def test_dtype_that_is_no_weight(checkpoint, tmp_path, refused, dtype):
     refused(checkpoint.write(tmp_path, change=lambda tensors: tensors.update({QUERY: tensors[QUERY].to(dtype)})), QUERY)
 

@@ -65,6 +65,15 @@ def test_multi_token_prediction_is_kept_in_a_text_model(checkpoint, tmp_path):
     assert_same(tensors_of(tmp_path / "saved"), text.tensors)
 
 
+def test_tensors_that_are_only_carried_may_have_any_dtype(checkpoint, tmp_path):
+    counts = {"model.visual.counts": torch.arange(3), "mtp.scale": torch.ones(2).to(torch.float8_e4m3fn)}
+    folder = checkpoint.write(tmp_path / "published", change=lambda tensors: tensors.update(counts))
+    load(folder).save_pretrained(tmp_path / "saved")
+    saved = tensors_of(tmp_path / "saved")
+    assert all(torch.equal(saved[name].float(), tensor.float()) for name, tensor in counts.items())
+    assert all(saved[name].dtype == tensor.dtype for name, tensor in counts.items())
+
+
 def test_config_and_generation_config(checkpoint, tmp_path):
     folder = checkpoint.write(tmp_path / "published")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 5], "top_k": 7}))

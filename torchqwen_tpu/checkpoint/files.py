@@ -12,8 +12,22 @@ from safetensors import SafetensorError, safe_open
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn}
-_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Types of tensors that can be carried from file to file, by safetensors' names."""
+WEIGHT_DTYPES = ("F32", "BF16", "F16")
+"""Types that the weights of a model may have."""
 
 
 class CheckpointError(ValueError):
@@ -30,7 +44,7 @@ class TensorEntry:
 
     @property
     def bytes(self) -> int:
-        size = _BYTES.get(self.dtype, 4)
+        size = DTYPES[self.dtype].itemsize
         for length in self.shape:
             size *= length
         return size
@@ -77,6 +91,8 @@ class CheckpointFiles:
             if name in self.tensors:
                 raise CheckpointError(f"{name} is in both {self.tensors[name].file.name} and {file.name}")
             part = handle.get_slice(name)
+            if part.get_dtype() not in DTYPES:
+                raise CheckpointError(f"{name} in {file} is {part.get_dtype()}; there can be: {', '.join(DTYPES)}")
             self.tensors[name] = TensorEntry(file, tuple(part.get_shape()), part.get_dtype())
 
     def read(self, name: str) -> torch.Tensor:

@@ -9,7 +9,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
-from torchqwen_tpu.checkpoint.files import DTYPES, CheckpointError, CheckpointFiles
+from torchqwen_tpu.checkpoint.files import WEIGHT_DTYPES, CheckpointError, CheckpointFiles
 from torchqwen_tpu.checkpoint.layout import to_device_form, to_published_form
 from torchqwen_tpu.checkpoint.names import Source, is_carried, parameter_of
 from torchqwen_tpu.ops import gated_delta_net_shape
@@ -85,7 +85,7 @@ def _problems(files: CheckpointFiles, name: str, parameter: torch.Tensor, source
             problems.append(f"{source.name} is expert {source.expert} of {parameter.shape[0]}")
         elif entry.shape != expected:
             problems.append(f"{source.name} in {entry.file.name} has shape {list(entry.shape)}, the model {list(expected)}")
-        if entry.dtype not in DTYPES or entry.dtype.startswith("F8"):
+        if entry.dtype not in WEIGHT_DTYPES:
             problems.append(f"{source.name} in {entry.file.name} is {entry.dtype}; F32, BF16 and F16 can be read")
     parts = [(source.expert, source.half) for source in sources]
     if len(set(parts)) < len(parts):
