@@ -1,4 +1,4 @@
-"""Shared models: the tiny trained checkpoint, here and in transformers, and a dense one made on the spot."""
+"""Shared models, here and in transformers: the tiny trained checkpoint, and a small random one."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import os
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# The tests compile many small graphs and run each a few times: compiling fast counts, running fast does not.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from support import moe_config, reference_of, save_random
 from transformers.utils import logging
 
 TINY = Path(__file__).parent.parent / "examples" / "tiny-qwen3.5-moe"
@@ -42,3 +45,21 @@ def tiny():
 def tiny_reference():
     """The tiny checkpoint in float32, in transformers."""
     return transformers.Qwen3_5MoeForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def small_folder(tmp_path_factory) -> Path:
+    """A mixture of experts of three layers with random weights, for what does not need a trained one."""
+    return save_random(moe_config(), tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="session")
+def small(small_folder):
+    import torchqwen_tpu
+
+    return torchqwen_tpu.AutoModelForCausalLM.from_pretrained(small_folder, dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def small_reference(small_folder):
+    return reference_of(small_folder)

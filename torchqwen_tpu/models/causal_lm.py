@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import torch_xla
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
@@ -61,6 +62,10 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
         self._steps: Steps | None = None
         self.register_state_dict_post_hook(_publish)
         self.register_load_state_dict_pre_hook(_unpublish)
+
+    def _check_and_adjust_experts_implementation(self, experts_implementation: str | None) -> str | None:
+        """transformers' hook: a choice that its own model left in the configuration means nothing here."""
+        return experts_implementation
 
     @classmethod
     def from_pretrained(
@@ -157,7 +162,8 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
                 position first). By default tokens are counted, padding left out.
             cache: what an earlier call returned; it is updated in place.
             inputs_embeds: [batch, sequence, hidden size] in place of input_ids.
-            labels: [batch, sequence]; the loss is the mean cross entropy of the next token, -100 left out.
+            labels: [batch, sequence]; the loss is the mean cross entropy of the next token, -100 and what follows no
+                token left out.
             logits_to_keep: the last n columns, all for 0, or the columns that an index tensor names.
             past_key_values: another name of `cache`.
 
@@ -191,6 +197,8 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
             hidden_states = tuple(_padded(selected, rows, columns, np.arange(shape[1])) for rows in selected.hidden_states)
         loss = None
         if labels is not None:
+            unpredicted = torch.from_numpy(columns.index[:, :-1] < 0)  # a first token after padding has none before it
+            labels = labels.cpu().masked_fill(F.pad(unpredicted, (1, 0)), -100)
             loss = self.loss_function(logits, labels.to(logits.device), self.vocab_size)
         use_cache = self.config.use_cache if use_cache is None else use_cache
         output = self.output_type(loss=loss, logits=logits, cache=cache if use_cache else None, hidden_states=hidden_states)

@@ -1,0 +1,102 @@
+"""Logits and greedy tokens equal transformers': the trained tiny checkpoint, dense models, and a BF16 load."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import (
+    TOLERANCE,
+    assert_rows_match,
+    dense_config,
+    padded,
+    random_rows,
+    reference_logits,
+    reference_of,
+    reference_tokens,
+    save_random,
+)
+
+import torchqwen_tpu
+
+LENGTHS = (1, 2, 3, 4, 5, 37, 63, 64, 65, 700)
+NEW_TOKENS = 64
+START = 21
+TEXT = """Once upon a time there was a little girl who lived near a big forest. Every day she walked along the river with
+her dog and looked for stones. One day she found a stone that was as blue as the sky. "Look!" she said. "This must be
+magic." The dog barked and ran in a circle. They took the stone home and put it by the window, where it shone all
+night. """
+
+
+@pytest.fixture(scope="module")
+def text(tokenizer) -> list[int]:
+    """Tokens among which no router has a tie: where two experts are level up to rounding, transformers' own answer jumps
+    with the length of the input."""
+    return tokenizer(TEXT * 10)["input_ids"][START:]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_logits_of_the_tiny_checkpoint(tiny, tiny_reference, text, length):
+    row = text[:length]
+    logits = tiny(torch.tensor([row])).logits
+    assert logits.device == tiny.device
+    torch.testing.assert_close(logits[0].cpu(), reference_logits(tiny_reference, row), atol=TOLERANCE, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def prompts(text) -> list[list[int]]:
+    return [text[:7], text[20:21], text[40:66], text[:7]]
+
+
+@pytest.fixture(scope="module")
+def continuations(tiny_reference, prompts) -> list[list[int]]:
+    return [reference_tokens(tiny_reference, row, NEW_TOKENS, eos_token_id=None) for row in prompts]
+
+
+def test_greedy_tokens_alone(tiny, prompts, continuations):
+    for row, expected in zip(prompts, continuations, strict=True):
+        answer = tiny.generate(torch.tensor([row]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)
+        assert answer[0].tolist() == row + expected
+
+
+def test_greedy_tokens_in_a_left_padded_batch(tiny, tiny_reference, prompts, continuations):
+    batch = padded(prompts, "left")
+    answer = tiny.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)
+    assert answer[:, -NEW_TOKENS:].tolist() == continuations
+    reference = tiny_reference.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)
+    assert torch.equal(answer, reference)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def dense(request, tmp_path_factory):
+    """A random dense model, here and in transformers."""
+    folder = save_random(dense_config(tie_word_embeddings=request.param), tmp_path_factory.mktemp("dense"))
+    return torchqwen_tpu.AutoModelForCausalLM.from_pretrained(folder, dtype="float32"), reference_of(folder)
+
+
+def test_dense_model(dense):
+    model, reference = dense
+    assert isinstance(model, torchqwen_tpu.Qwen3_5ForCausalLM)
+    rows = random_rows((1, 4, 9, 20))
+    batch, expected = padded(rows, "left"), [reference_logits(reference, row) for row in rows]
+    assert_rows_match(model(**batch).logits, batch["attention_mask"], expected)
+    answer = model.generate(**batch, max_new_tokens=24, do_sample=False)
+    assert answer[:, -24:].tolist() == [reference_tokens(reference, row, 24) for row in rows]
+
+
+def token_error(logits: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Root mean square over the vocabulary, of the median token: rounding sends a few tokens to other experts."""
+    return (logits.cpu().float() - exact).pow(2).mean(-1).sqrt().median()
+
+
+def test_bf16_load(small_folder, small_reference):
+    """As close to the FP32 answer as transformers' own BF16 answer, with the decay and the gated norm left in FP32."""
+    model = torchqwen_tpu.AutoModelForCausalLM.from_pretrained(small_folder, dtype=torch.bfloat16)
+    kept = {name for name, value in model.named_parameters() if value.dtype == torch.float32}
+    assert kept == {f"model.layers.{layer}.linear_attn.{name}" for layer in (0, 2) for name in ("A_log", "norm.weight")}
+    (row,) = random_rows((40,))
+    exact = reference_logits(small_reference, row)
+    rounded = reference_logits(reference_of(small_folder, torch.bfloat16), row)
+    logits = model(torch.tensor([row])).logits[0]
+    assert logits.dtype == torch.bfloat16
+    assert token_error(logits, exact) < 1.5 * token_error(rounded, exact)
+    assert token_error(logits, exact) < 0.1 * exact.std()
