@@ -40,7 +40,7 @@ def gated_delta_net(
     tiles = tile_sequences(query_start, query_length, tokens=qkv.shape[0], tile=CHUNK)
 
     def chunk(index, carry):
-        output, pool = carry
+        output, pool, state = carry
         sequence, offset = tiles.sequence[index], tiles.offset[index]
         first, home = tiles.start[index] + offset, slot[sequence]
         valid = tiles.valid[index]
@@ -49,13 +49,16 @@ def gated_delta_net(
             jnp.where(valid.reshape((1, CHUNK) + (1,) * (part.ndim - 2)), lax.dynamic_slice_in_dim(part, first, CHUNK, 1), 0)
             for part in (query, key, value, beta, decay)
         ]
-        state = jnp.where((offset == 0) & fresh[sequence], 0, pool[home]).astype(jnp.float32)
+        first_state = jnp.where(fresh[sequence], 0, pool[home]).astype(jnp.float32)
+        state = jnp.where(offset == 0, first_state, state)
         rows, state = _chunk_rule(*parts, state, shape.group)
         before = lax.dynamic_slice_in_dim(output, first, CHUNK, 1)
         output = lax.dynamic_update_slice_in_dim(output, jnp.where(valid[:, None], rows, before), first, 1)
-        return output, pool.at[home].set(state.astype(pool.dtype))
+        return output, pool.at[home].set(state.astype(pool.dtype)), state
 
-    output, recurrent_state = lax.fori_loop(0, tiles.count, chunk, (jnp.zeros_like(value), recurrent_state))
+    # The running state stays FP32 from chunk to chunk, whatever the pool's dtype.
+    carry = (jnp.zeros_like(value), recurrent_state, jnp.zeros(recurrent_state.shape[1:], jnp.float32))
+    output, recurrent_state, _ = lax.fori_loop(0, tiles.count, chunk, carry)
     return jnp.moveaxis(output[:, : qkv.shape[0]], 0, 1).astype(qkv.dtype), conv_state, recurrent_state
 
 

@@ -57,7 +57,6 @@ def test_nothing_is_lost_or_changed(checkpoint, checkpoint_folder, tmp_path, sha
     assert_same(published_state(again), checkpoint.parameters())
 
 
-@pytest.mark.xfail(reason="a checkpoint of the text model alone loses its mtp.* tensors", strict=True)
 def test_multi_token_prediction_is_kept_in_a_text_model(checkpoint, tmp_path):
     text = checkpoint.text_only()
     text.tensors |= {name: tensor for name, tensor in checkpoint.tensors.items() if name.startswith("mtp.")}

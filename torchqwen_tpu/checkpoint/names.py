@@ -8,7 +8,8 @@ from dataclasses import dataclass
 PREFIX = "model.language_model."
 """Prefix of the text model's tensors in checkpoints of the whole model; `model.` in those of the text model alone."""
 
-CARRIED = ("mtp.", "model.mtp.", "model.visual.", "visual.")
+VISION = ("model.visual.", "visual.")
+CARRIED = ("mtp.", "model.mtp.", *VISION)
 """Tensors of parts that are not built here (multi-token prediction, vision); they are kept for `save_pretrained`."""
 
 _EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<number>\d+)\.(?P<part>gate|up|down)_proj\.weight$")
@@ -31,6 +32,10 @@ class Source:
 
 def is_carried(name: str) -> bool:
     return name.startswith(CARRIED)
+
+
+def is_vision(name: str) -> bool:
+    return name.startswith(VISION)
 
 
 def parameter_of(name: str) -> tuple[str, Source]:

@@ -12,7 +12,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 
 from torchqwen_tpu.checkpoint.files import DTYPES, INDEX, CheckpointFiles
-from torchqwen_tpu.checkpoint.names import is_carried
+from torchqwen_tpu.checkpoint.names import is_carried, is_vision
 
 _PATTERN = "model{suffix}.safetensors"
 
@@ -47,8 +47,8 @@ def save_weights(
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def carried_tensors(files: CheckpointFiles | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of parts that are not built here, as meta tensors by name."""
+def carried_tensors(files: CheckpointFiles | None, vision: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of parts that are not built here, those of the vision part on request, as meta tensors by name."""
     for name, entry in files.tensors.items() if files else ():
-        if is_carried(name):
+        if is_carried(name) and (vision or not is_vision(name)):
             yield name, torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")

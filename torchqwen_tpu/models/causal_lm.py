@@ -17,7 +17,7 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
 
 from torchqwen_tpu.cache import CacheLayout, HybridCache
-from torchqwen_tpu.checkpoint.files import DTYPES, CheckpointFiles
+from torchqwen_tpu.checkpoint.files import CheckpointFiles
 from torchqwen_tpu.checkpoint.layout import to_device_form, to_published_form
 from torchqwen_tpu.checkpoint.names import published_name
 from torchqwen_tpu.checkpoint.reader import KEEP_FP32, load_parameters
@@ -227,7 +227,8 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
     ) -> None:
         """Write config.json, generation_config.json and the weights under their published names.
 
-        Tensors that the checkpoint held beside the text model (multi-token prediction, vision) are copied from it.
+        Tensors that the checkpoint held beside the text model (multi-token prediction; vision too, unless only the text
+        configuration is saved) are copied from it.
         transformers loads the folder with the same logits.
         """
         self._loaded()
@@ -240,8 +241,7 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
         shape = gated_delta_net_shape(self.config)
         parameters = {published_name(name, whole): (name, value) for name, value in self.named_parameters()}
         tensors = {name: to_published_form(own, value.to("meta"), shape) for name, (own, value) in parameters.items()}
-        if whole:
-            tensors |= carried_tensors(self._files)
+        tensors |= carried_tensors(self._files, vision=whole)
 
         def read(name: str) -> torch.Tensor:
             if name in parameters:
