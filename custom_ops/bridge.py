@@ -79,7 +79,7 @@ def _jax_dtype(name: str, dtype: torch.dtype) -> str:
         raise LoweringError(f"{name}: no JAX dtype for {dtype}") from None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _lower(op: JaxOp, platform: str, shapes: tuple[tuple[tuple[int, ...], str], ...]) -> Callable:
     function = functools.partial(op.function, **dict(op.static))
     if op.mesh is not None:

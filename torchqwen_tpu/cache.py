@@ -26,11 +26,6 @@ class CacheShape:
     pages: int
     page_size: int
 
-    @property
-    def capacity(self) -> int:
-        """Tokens that a sequence can hold."""
-        return self.pages * self.page_size
-
 
 class CacheLayout:
     """How the states of every layer lie on the mesh; makes, grows and reorders them. One for a model."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import torch_xla
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
@@ -20,7 +20,7 @@ from torchqwen_tpu.cache import CacheLayout, HybridCache
 from torchqwen_tpu.checkpoint.files import CheckpointFiles
 from torchqwen_tpu.checkpoint.layout import to_device_form, to_published_form
 from torchqwen_tpu.checkpoint.names import published_name
-from torchqwen_tpu.checkpoint.reader import KEEP_FP32, load_parameters
+from torchqwen_tpu.checkpoint.reader import load_parameters
 from torchqwen_tpu.checkpoint.resolve import check_family, load_config, load_generation_config, resolve_folder
 from torchqwen_tpu.checkpoint.writer import carried_tensors, save_weights
 from torchqwen_tpu.config import ParallelConfig, RuntimeConfig
@@ -35,7 +35,9 @@ from torchqwen_tpu.runtime.packing import Selected, extend
 from torchqwen_tpu.runtime.step import Steps
 
 _HUB_ARGUMENTS = ("revision", "cache_dir", "token", "local_files_only", "force_download")
-_IGNORED_ARGUMENTS = ("_from_auto", "adapter_kwargs", "trust_remote_code", "low_cpu_mem_usage", "use_safetensors", "weights_only")
+_IGNORED_ARGUMENTS = (
+    "_from_auto", "adapter_kwargs", "trust_remote_code", "low_cpu_mem_usage", "use_safetensors", "weights_only",
+)  # fmt: skip
 """Arguments that transformers' Auto classes hand through and that change nothing here."""
 
 

@@ -75,7 +75,7 @@ class DeviceMesh:
         return _spmd_mesh(self.chips, self.cores)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _spmd_mesh(chips: int, cores: int) -> spmd.Mesh:
     return spmd.Mesh(np.arange(chips * cores), (chips, cores), ("chip", "core"))
 

@@ -29,10 +29,16 @@ class CompiledGraph:
         inputs: example inputs that hold data, with the shapes, dtypes and shardings of every later call.
         donated: positions of inputs that outputs may overwrite. After a call such an input is spent.
 
-    Tensors that `function` closes over (the weights) become inputs of the executable and are kept here by reference.
+    Tensors that `function` closes over (the weights) become inputs of the executable, with the values that they have
+    when it is traced.
     """
 
-    def __init__(self, function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], donated: Sequence[int] = ()):
+    def __init__(
+        self,
+        function: Callable[..., Sequence[torch.Tensor]],
+        inputs: Sequence[torch.Tensor],
+        donated: Sequence[int] = (),
+    ):
         torch_xla.sync()  # whatever is pending must not become part of this graph
         # Without this torch_xla ignores donation marks silently.
         _XLAC._xla_set_enable_alias_with_buffer_donor_config(True)
