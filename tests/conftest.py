@@ -19,6 +19,11 @@ from transformers.utils import logging
 
 TINY = Path(__file__).parent.parent / "examples" / "tiny-qwen3.5-moe"
 
+TEXT = """Once upon a time there was a little girl who lived near a big forest. Every day she walked along the river with
+her dog and looked for stones. One day she found a stone that was as blue as the sky. "Look!" she said. "This must be
+magic." The dog barked and ran in a circle. They took the stone home and put it by the window, where it shone all
+night. """
+
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
@@ -31,6 +36,13 @@ def tiny_folder() -> Path:
 @pytest.fixture(scope="session")
 def tokenizer():
     return transformers.AutoTokenizer.from_pretrained(TINY, padding_side="left")
+
+
+@pytest.fixture(scope="session")
+def text(tokenizer) -> list[int]:
+    """Tokens among which no router has a tie: where two experts are level up to rounding, transformers' own answer jumps
+    with the length of the input."""
+    return tokenizer(TEXT * 10)["input_ids"][21:]
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,8 @@ from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
 TOLERANCE = 1e-4
 """Largest difference of float32 logits from transformers'."""
+PROMPT_LENGTHS = (1, 2, 3, 4, 5, 37, 63, 64, 65, 700)
+"""Lengths at which the trained checkpoint is compared; the first eight fit one bucket."""
 _SIZES = {
     "vocab_size": 96,
     "hidden_size": 64,

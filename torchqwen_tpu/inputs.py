@@ -75,6 +75,23 @@ def check_embeddings(inputs_embeds: torch.Tensor, hidden_size: int) -> tuple[int
     return tuple(inputs_embeds.shape[:2])
 
 
+def check_mask(attention_mask: torch.Tensor, shape: tuple[int, int], seen: int) -> None:
+    """A mask for [batch, columns] after `seen` columns.
+
+    Raises:
+        ValueError: another shape.
+    """
+    batch, columns = shape
+    if attention_mask.dim() != 2 or attention_mask.shape[0] != batch:
+        given = list(attention_mask.shape)
+        raise ValueError(f"attention_mask must be [batch, sequence] for a batch of {batch}, not {given}")
+    if attention_mask.shape[1] not in (columns, seen + columns):
+        raise ValueError(
+            f"attention_mask has {attention_mask.shape[1]} columns for {columns} tokens after {seen} seen columns; it must "
+            f"have {columns} or {seen + columns}"
+        )
+
+
 def columns_of(
     ids: np.ndarray | None,
     shape: tuple[int, int],
@@ -125,14 +142,8 @@ def _token_mask(attention_mask: torch.Tensor | None, shape: tuple[int, int], cac
     batch, columns = shape
     if attention_mask is None:
         return np.ones(shape, bool)
-    if attention_mask.dim() != 2 or attention_mask.shape[0] != batch:
-        raise ValueError(f"attention_mask must be [batch, sequence] for a batch of {batch}, not {list(attention_mask.shape)}")
+    check_mask(attention_mask, shape, cache.columns)
     mask = attention_mask.cpu().numpy() != 0
-    if mask.shape[1] not in (columns, cache.columns + columns):
-        raise ValueError(
-            f"attention_mask has {mask.shape[1]} columns for {columns} new tokens after {cache.columns} seen columns; "
-            f"it must have {columns} or {cache.columns + columns}"
-        )
     past, new = mask[:, : mask.shape[1] - columns], mask[:, mask.shape[1] - columns :]
     if past.size and not past.all():
         held = cache.lengths[:batch]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support import (
+    PROMPT_LENGTHS,
     TOLERANCE,
     assert_rows_match,
     dense_config,
@@ -18,23 +19,10 @@ from support import (
 
 import torchqwen_tpu
 
-LENGTHS = (1, 2, 3, 4, 5, 37, 63, 64, 65, 700)
 NEW_TOKENS = 64
-START = 21
-TEXT = """Once upon a time there was a little girl who lived near a big forest. Every day she walked along the river with
-her dog and looked for stones. One day she found a stone that was as blue as the sky. "Look!" she said. "This must be
-magic." The dog barked and ran in a circle. They took the stone home and put it by the window, where it shone all
-night. """
 
 
-@pytest.fixture(scope="module")
-def text(tokenizer) -> list[int]:
-    """Tokens among which no router has a tie: where two experts are level up to rounding, transformers' own answer jumps
-    with the length of the input."""
-    return tokenizer(TEXT * 10)["input_ids"][START:]
-
-
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", PROMPT_LENGTHS)
 def test_logits_of_the_tiny_checkpoint(tiny, tiny_reference, text, length):
     row = text[:length]
     logits = tiny(torch.tensor([row])).logits

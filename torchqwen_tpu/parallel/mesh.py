@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as spmd
 import torch_xla.runtime as xr
 from jax.sharding import AbstractMesh, PartitionSpec
@@ -69,6 +70,18 @@ class DeviceMesh:
     def put(self, array: torch.Tensor, axes: Axes) -> torch.Tensor:
         """A tensor of the host on the device, split by its logical axes."""
         return self.shard(array.to(torch_xla.device()), axes)
+
+    def get(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the device on the host, however it is split."""
+        if self.devices == 1:
+            return tensor.cpu()
+        # `cpu()` would compile a graph that gathers the shards, anew in every call.
+        xm.wait_device_ops()
+        result = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for shard in spmd.XLAShardedTensor(tensor).local_shards:
+            if shard.replica_id == 0:
+                result[shard.indices] = shard.unpadded_data
+        return result
 
     @property
     def _spmd_mesh(self) -> spmd.Mesh:

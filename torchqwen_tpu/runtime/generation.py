@@ -28,7 +28,7 @@ from transformers.generation import (
 
 from torchqwen_tpu.batch import bucket
 from torchqwen_tpu.cache import HybridCache
-from torchqwen_tpu.inputs import check_embeddings, check_ids, columns_of, limit_of
+from torchqwen_tpu.inputs import check_embeddings, check_ids, check_mask, columns_of, limit_of
 from torchqwen_tpu.runtime.packing import Row, extend
 from torchqwen_tpu.runtime.sampling import choose_on_host
 from torchqwen_tpu.runtime.step import EOS_SLOTS, DecodeShape
@@ -116,10 +116,14 @@ class Generation:
         if given is None and embeddings is None:
             raise ValueError("generate() needs a prompt: pass input_ids (or inputs_embeds)")
         if embeddings is None:
-            check_ids(given, self.vocab_size)
+            shape = check_ids(given, self.vocab_size).shape
         else:
-            check_embeddings(embeddings, self.config.hidden_size)
+            shape = check_embeddings(embeddings, self.config.hidden_size)
+        if kwargs.get("attention_mask") is not None:  # here, because transformers drops a mask of ones
+            check_mask(kwargs["attention_mask"], shape, getattr(kwargs.get("cache"), "columns", 0))
         device = given.device if given is not None else embeddings.device
+        if given is None:
+            kwargs["input_ids"] = torch.zeros(shape[0], 0, dtype=torch.long)  # transformers' own would lie on the device
         inputs, kwargs = _on_host(inputs), {name: _on_host(value) for name, value in kwargs.items()}
         token = _SEEDS.set(seed)
         try:
@@ -245,7 +249,7 @@ class _DecodeLoop:
 
     def _extend(self, rows: list[Row], embeddings: torch.Tensor | None = None) -> torch.Tensor:
         selected = extend(self.model._loaded(), self.cache, rows, embeddings)
-        logits = selected.logits.cpu().float()
+        logits = torch.cat([self.cache.layout.mesh.get(step).float() for step in selected.steps])
         result = torch.zeros(self.batch, logits.shape[1])
         for number, place in enumerate(selected.place):
             if len(place):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,14 +45,19 @@ class Selected:
     """Results for the wanted tokens, where each step left them.
 
     Attributes:
-        logits: [total, vocabulary] of all steps, on the device.
+        steps: logits [n, vocabulary] of every step, on the device; `total` in all.
         hidden_states: per layer [total, hidden size], if asked for.
         place: per row, where its wanted tokens lie in `total`.
     """
 
-    logits: torch.Tensor
+    steps: list[torch.Tensor]
     hidden_states: list[torch.Tensor]
     place: list[np.ndarray]
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """[total, vocabulary]"""
+        return _joined(self.steps)
 
 
 def extend(
@@ -82,9 +88,11 @@ def extend(
     for index, row in enumerate(rows):
         if len(row.tokens):
             cache.offsets[:, index] = row.positions[:, -1] + 1 - cache.lengths[index]
-    if len(logits) == 1:
-        return Selected(logits[0], layers[0], place)
-    return Selected(torch.cat(logits), [torch.cat(layer) for layer in zip(*layers, strict=True)], place)
+    return Selected(logits, [_joined(layer) for layer in zip(*layers, strict=True)], place)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _plan(rows: list[Row], cache: HybridCache, budget: int) -> list[list[list[Piece]]]:

@@ -1,0 +1,102 @@
+"""The one table of parallelism: what it says of every parameter, and of every layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import dense_config, moe_config
+
+from torchqwen_tpu import ParallelConfig, Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
+from torchqwen_tpu.parallel.mesh import DeviceMesh, build_mesh
+from torchqwen_tpu.parallel.rules import LAYOUT_RULES, PARAMETER_AXES, parameter_axes
+
+
+def parameters(cls, config) -> dict[str, torch.Size]:
+    with torch.device("meta"):
+        return {name: value.shape for name, value in cls(config).named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def moe():
+    return parameters(Qwen3_5MoeForCausalLM, moe_config(attention_bias=True))
+
+
+def test_every_rule_names_a_parameter(moe):
+    for ending in PARAMETER_AXES:
+        assert any(name.endswith(ending) for name in moe), ending
+
+
+def test_every_parameter_has_an_axis_for_each_dimension(moe):
+    for name, shape in {**moe, **parameters(Qwen3_5ForCausalLM, dense_config())}.items():
+        assert len(parameter_axes(name, len(shape))) == len(shape), name
+
+
+def test_every_parameter_divides(moe):
+    """What a layout splits comes in whole heads and whole experts."""
+    config = moe_config()
+    heads = {
+        config.num_attention_heads * config.head_dim,
+        2 * config.num_attention_heads * config.head_dim,
+        config.num_key_value_heads * config.head_dim,
+        config.linear_num_value_heads,
+        config.linear_num_value_heads * config.linear_value_head_dim,
+        2 * config.linear_num_key_heads * config.linear_key_head_dim
+        + config.linear_num_value_heads * config.linear_value_head_dim,
+    }
+    for name, shape in moe.items():
+        for size, axis in zip(shape, parameter_axes(name, len(shape)), strict=True):
+            assert axis != "heads" or size in heads, name
+            assert axis != "experts" or size == config.num_experts, name
+
+
+@pytest.mark.parametrize(
+    "name, axes",
+    [
+        ("model.layers.0.linear_attn.A_log", ("heads",)),
+        ("model.layers.3.mlp.experts.down_proj", ("experts", None, None)),
+        ("model.layers.3.mlp.gate.weight", (None, None)),
+        ("model.layers.3.mlp.shared_expert.up_proj.weight", (None, None)),
+        ("model.embed_tokens.weight", (None, None)),
+        ("lm_head.weight", (None, None)),
+        ("model.norm.weight", (None,)),
+    ],
+)
+def test_axes_of_a_parameter(name, axes):
+    assert parameter_axes(name, len(axes)) == axes
+
+
+def test_column_and_row_parallel_matrices_meet():
+    """What comes out of a layer's first matrices split by heads goes into its last one split the same way."""
+    for first, last in (("linear_attn.in_proj_z", "linear_attn.out_proj"), ("self_attn.v_proj", "self_attn.o_proj")):
+        before, after = PARAMETER_AXES[f"{first}.weight"], PARAMETER_AXES[f"{last}.weight"]
+        assert sorted(before, key=str) == sorted(after, key=str) and before != after
+
+
+@pytest.mark.parametrize(
+    "layout, tokens, heads, experts",
+    [("dp", 8, 1, 8), ("dp_tp", 4, 2, 8), ("tp", 1, 8, 8)],
+)
+def test_layouts(layout, tokens, heads, experts):
+    mesh = DeviceMesh(4, 2, layout)
+    assert (mesh.shards("tokens"), mesh.shards("heads"), mesh.shards("experts")) == (tokens, heads, experts)
+    assert mesh.ranks == tokens
+    assert tuple(mesh.spec(("experts", None))) == (("chip", "core"), None)
+
+
+@pytest.mark.parametrize("layout", LAYOUT_RULES)
+def test_a_token_and_its_heads_never_share_a_mesh_axis(layout):
+    rules = LAYOUT_RULES[layout]
+    assert not set(rules["tokens"]) & set(rules["heads"])
+    assert rules["experts"] == ("chip", "core")
+
+
+def test_one_device_splits_nothing():
+    mesh = build_mesh(ParallelConfig())
+    assert (mesh.chips, mesh.cores, mesh.ranks, mesh.abstract) == (1, 1, 1, None)
+    assert mesh.spec(("tokens", "heads")) == mesh.spec((None, None))
+
+
+@pytest.mark.parametrize("arguments", [{"layout": "ep"}, {"chips": 0}, {"cores": -1}, {"chips": 2.0}], ids=str)
+def test_configurations_that_make_no_sense(arguments):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        ParallelConfig(**arguments)

@@ -1,0 +1,96 @@
+"""Several devices give the answers of one: logits, greedy tokens, beams, samples, a second turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from answers import NEW_TOKENS, ROWS, answers
+from support import PROMPT_LENGTHS, TOLERANCE, assert_rows_match, padded, reference_logits, reference_tokens
+
+SCRIPT = Path(__file__).parent / "answers.py"
+MESHES = {"4x2 dp": (4, 2, "dp"), "4x2 dp_tp": (4, 2, "dp_tp"), "1x2 tp": (1, 2, "tp")}
+
+pytestmark = pytest.mark.spmd
+
+
+def run(folder: Path, output: Path, chips: int, cores: int, layout: str, *options: str) -> dict:
+    """The answers of a model on a mesh, from a process of its own."""
+    environment = {name: value for name, value in os.environ.items() if name != "CPU_NUM_DEVICES"}
+    mesh = ["--chips", str(chips), "--cores", str(cores), "--layout", layout]
+    command = [sys.executable, str(SCRIPT), str(folder), str(output), *mesh, *options]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-4000:]
+    return torch.load(output)
+
+
+@pytest.fixture(scope="module", params=MESHES.values(), ids=MESHES)
+def many(request, small_folder, tmp_path_factory):
+    return run(small_folder, tmp_path_factory.mktemp("spmd") / "answers.pt", *request.param)
+
+
+@pytest.fixture(scope="module")
+def one(small):
+    return answers(small)
+
+
+@pytest.fixture(scope="module")
+def expected(small_reference):
+    return [reference_logits(small_reference, row) for row in ROWS]
+
+
+def test_logits(many, expected):
+    assert_rows_match(many["logits"], padded(ROWS, "left")["attention_mask"], expected)
+    torch.testing.assert_close(many["alone"][0], expected[1], atol=TOLERANCE, rtol=0)
+
+
+def test_greedy(many, small_reference):
+    """A batch of three, which is padded to the mesh, and a batch of one."""
+    want = [reference_tokens(small_reference, row, NEW_TOKENS) for row in ROWS]
+    assert many["greedy"][:, -NEW_TOKENS:].tolist() == want
+    assert many["greedy alone"][0].tolist() == ROWS[1] + want[1]
+
+
+def test_beams(many, small_reference):
+    ids = torch.tensor(ROWS[1:2])
+    want = small_reference.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, num_beams=3)
+    assert torch.equal(many["beams"], want)
+
+
+def test_a_seed_gives_the_answer_of_one_device(many, one):
+    assert torch.equal(many["sampled"], one["sampled"])
+
+
+def test_second_turn(many, small_reference):
+    mask, ids = many["turn mask"].bool(), many["turn"]
+    for number in range(3):
+        row = ids[number, : mask.shape[1]][mask[number]].tolist()
+        assert ids[number, mask.shape[1] :].tolist() == reference_tokens(small_reference, row, 8)
+
+
+def test_nothing_is_compiled_after_warm_up(many):
+    assert many["compilations"] == 0
+
+
+def test_another_mesh_in_the_same_process_is_refused(many):
+    assert "devices" in many["other mesh"]["RuntimeError"]
+
+
+def test_the_trained_checkpoint_on_eight_devices(tiny_folder, tiny_reference, text, tmp_path):
+    prompts = [text[:length] for length in PROMPT_LENGTHS]
+    arguments = {"prompts": prompts, "greedy": [text[:7], text[20:21], text[40:66]], "new_tokens": 64}
+    answer = run(tiny_folder, tmp_path / "answers.pt", *MESHES["4x2 dp"], "--parity", json.dumps(arguments))
+    expected = [reference_logits(tiny_reference, row) for row in prompts]
+    assert_rows_match(answer["logits"], padded(prompts, "left")["attention_mask"], expected)
+    want = [reference_tokens(tiny_reference, row, 64, eos_token_id=None) for row in arguments["greedy"]]
+    assert answer["greedy"][:, -64:].tolist() == want
+
+
+def test_heads_that_the_mesh_does_not_divide(tiny_folder, tmp_path):
+    """Two heads of keys and values cannot be split over eight devices."""
+    assert "num_key_value_heads = 2 over 8" in run(tiny_folder, tmp_path / "answers.pt", 4, 2, "tp")["refused"]
