@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from support import moe_config, reference_of, save_random
+from support import moe_config, reference_of, reference_tokens, save_random
 from transformers.utils import logging
 
 TINY = Path(__file__).parent.parent / "examples" / "tiny-qwen3.5-moe"
 
-TEXT = """Once upon a time there was a little girl who lived near a big forest. Every day she walked along the river with
-her dog and looked for stones. One day she found a stone that was as blue as the sky. "Look!" she said. "This must be
-magic." The dog barked and ran in a circle. They took the stone home and put it by the window, where it shone all
+TEXT = """Once upon a time there was a little girl who lived near a big forest. Every day she walked along the river
+with her dog and looked for stones. One day she found a stone that was as blue as the sky. "Look!" she said. "This must
+be magic." The dog barked and ran in a circle. They took the stone home and put it by the window, where it shone all
 night. """
 
 logging.set_verbosity_error()
@@ -40,8 +40,8 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def text(tokenizer) -> list[int]:
-    """Tokens among which no router has a tie: where two experts are level up to rounding, transformers' own answer jumps
-    with the length of the input."""
+    """Tokens among which no router has a tie: where two experts are level up to rounding, transformers' own answer
+    jumps with the length of the input."""
     return tokenizer(TEXT * 10)["input_ids"][21:]
 
 
@@ -57,6 +57,13 @@ def tiny():
 def tiny_reference():
     """The tiny checkpoint in float32, in transformers."""
     return transformers.Qwen3_5MoeForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def tiny_continuations(tiny_reference, text) -> list[tuple[list[int], list[int]]]:
+    """Prompts, and the 64 tokens with which transformers goes on after each alone."""
+    prompts = (text[:7], text[20:21], text[40:66])
+    return [(row, reference_tokens(tiny_reference, row, 64, eos_token_id=None)) for row in prompts]
 
 
 @pytest.fixture(scope="session")

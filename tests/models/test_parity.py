@@ -19,7 +19,6 @@ from support import (
 
 import torchqwen_tpu
 
-NEW_TOKENS = 64
 
 
 @pytest.mark.parametrize("length", PROMPT_LENGTHS)
@@ -30,28 +29,16 @@ def test_logits_of_the_tiny_checkpoint(tiny, tiny_reference, text, length):
     torch.testing.assert_close(logits[0].cpu(), reference_logits(tiny_reference, row), atol=TOLERANCE, rtol=0)
 
 
-@pytest.fixture(scope="module")
-def prompts(text) -> list[list[int]]:
-    return [text[:7], text[20:21], text[40:66], text[:7]]
-
-
-@pytest.fixture(scope="module")
-def continuations(tiny_reference, prompts) -> list[list[int]]:
-    return [reference_tokens(tiny_reference, row, NEW_TOKENS, eos_token_id=None) for row in prompts]
-
-
-def test_greedy_tokens_alone(tiny, prompts, continuations):
-    for row, expected in zip(prompts, continuations, strict=True):
-        answer = tiny.generate(torch.tensor([row]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)
+def test_greedy_tokens_alone(tiny, tiny_continuations):
+    for row, expected in tiny_continuations:
+        answer = tiny.generate(torch.tensor([row]), max_new_tokens=len(expected), do_sample=False, eos_token_id=None)
         assert answer[0].tolist() == row + expected
 
 
-def test_greedy_tokens_in_a_left_padded_batch(tiny, tiny_reference, prompts, continuations):
-    batch = padded(prompts, "left")
-    answer = tiny.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)
-    assert answer[:, -NEW_TOKENS:].tolist() == continuations
-    reference = tiny_reference.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)
-    assert torch.equal(answer, reference)
+def test_greedy_tokens_in_a_left_padded_batch(tiny, tiny_continuations):
+    rows, expected = zip(*tiny_continuations, tiny_continuations[0], strict=True)
+    answer = tiny.generate(**padded(rows, "left"), max_new_tokens=64, do_sample=False, eos_token_id=None)
+    assert answer[:, -64:].tolist() == list(expected)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])

@@ -21,6 +21,10 @@ ROWS = random_rows((4, 17, 1), seed=40)
 """A batch that no mesh of more than one device divides."""
 
 
+def sampled(model) -> torch.Tensor:
+    return model.generate(**padded(ROWS, "left"), max_new_tokens=NEW_TOKENS, do_sample=True, seed=[1, 2, 3])
+
+
 def answers(model) -> dict[str, torch.Tensor]:
     """Logits, greedy tokens, beams and samples; every sequence fits one bucket of 64 tokens."""
     batch = padded(ROWS, "left")
@@ -30,7 +34,7 @@ def answers(model) -> dict[str, torch.Tensor]:
         "greedy": model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False),
         "greedy alone": model.generate(torch.tensor(ROWS[1:2]), max_new_tokens=NEW_TOKENS, do_sample=False),
         "beams": model.generate(torch.tensor(ROWS[1:2]), max_new_tokens=NEW_TOKENS, do_sample=False, num_beams=3),
-        "sampled": model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=True, seed=[1, 2, 3]),
+        "sampled": sampled(model),
     }
     first = model.generate(**batch, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
     more = padded(random_rows((2, 3, 5), seed=41), "left")
@@ -50,7 +54,9 @@ def parity(model, prompts: list[list[int]], greedy: list[list[int]], new_tokens:
     """Logits of one batch, greedy tokens of another."""
     return {
         "logits": model(**padded(prompts, "left")).logits.cpu(),
-        "greedy": model.generate(**padded(greedy, "left"), max_new_tokens=new_tokens, do_sample=False, eos_token_id=None),
+        "greedy": model.generate(
+            **padded(greedy, "left"), max_new_tokens=new_tokens, do_sample=False, eos_token_id=None
+        ),
     }
 
 
