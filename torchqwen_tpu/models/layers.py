@@ -85,7 +85,8 @@ class RotaryEmbedding(nn.Module):
             exponent = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
             frequency, self.scaling = config.rope_parameters["rope_theta"] ** -exponent, 1.0
         else:
-            frequency, self.scaling = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"))
+            with torch.device("cpu"):  # it makes some tensors without naming a device, and the model is built on meta
+                frequency, self.scaling = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"))
         axis = torch.zeros(len(frequency), dtype=torch.long, device="cpu")
         for number, section in enumerate(config.rope_parameters.get("mrope_section", ())):
             if number:

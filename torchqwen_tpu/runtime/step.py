@@ -124,7 +124,7 @@ class Steps:
         inputs = [place_header(mesh, header), mesh.put(sampling, ("tokens", None))]
         outputs = self._run(shape, inputs, cache, self._trace_decode, f"decode step of {shape.cache.rows} sequences")
         cache.states = outputs[:-1]
-        return outputs[-1].cpu().numpy()
+        return mesh.get(outputs[-1]).numpy()
 
     def _run(self, shape, inputs: list[torch.Tensor], cache: HybridCache, trace, what: str) -> list[torch.Tensor]:
         states = range(len(inputs), len(inputs) + len(cache.states))
