@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from support import moe_config
 from transformers import PretrainedConfig, Qwen3_5MoeConfig
 
+from torchqwen_tpu import AutoModelForCausalLM
 from torchqwen_tpu.checkpoint.files import INDEX
 
 WHOLE, TEXT = "model.language_model.", "model."
@@ -109,3 +110,18 @@ def assert_same(result: Tensors, expected: Tensors) -> None:
     assert sorted(result) == sorted(expected)
     for name, tensor in expected.items():
         assert result[name].dtype == tensor.dtype and torch.equal(result[name], tensor), name
+
+
+def load(folder, **kwargs):
+    return AutoModelForCausalLM.from_pretrained(folder, **kwargs)
+
+
+def unfuse(tensors: dict, layers=range(2), prefix: str = WHOLE) -> None:
+    """Experts of some layers as one tensor an expert and projection, as transformers saves them."""
+    for layer in layers:
+        stem = f"{prefix}layers.{layer}.mlp.experts."
+        gate_up, down = tensors.pop(stem + "gate_up_proj"), tensors.pop(stem + "down_proj")
+        for expert in range(len(down)):
+            gate, up = gate_up[expert].chunk(2)
+            for part, tensor in (("gate", gate), ("up", up), ("down", down[expert])):
+                tensors[f"{stem}{expert}.{part}_proj.weight"] = tensor.clone()

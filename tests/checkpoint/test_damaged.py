@@ -7,9 +7,8 @@ import struct
 
 import pytest
 import torch
-from checkpoints import WHOLE, shard_name, tensors_of, write_index
+from checkpoints import WHOLE, load, shard_name, tensors_of, unfuse, write_index
 from safetensors.torch import save_file
-from test_loading import load, unfuse
 
 from torchqwen_tpu.checkpoint.files import INDEX, CheckpointError
 

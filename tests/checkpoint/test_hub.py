@@ -6,8 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoints import assert_same, published_state
-from test_loading import load
+from checkpoints import assert_same, load, published_state
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -6,28 +6,10 @@ import json
 
 import pytest
 import torch
-from checkpoints import WHOLE, assert_same, published_state, random_checkpoint, whole_config
+from checkpoints import WHOLE, assert_same, load, published_state, random_checkpoint, unfuse, whole_config
 from support import dense_config, padded, random_rows, reference_logits, reference_of, save_random
 
-from torchqwen_tpu import AutoModelForCausalLM, ParallelConfig, Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
-
-LAYERS = 2
-
-
-def load(folder, **kwargs):
-    return AutoModelForCausalLM.from_pretrained(folder, **kwargs)
-
-
-def unfuse(tensors: dict, layers=range(LAYERS), prefix: str = WHOLE) -> None:
-    """Experts of some layers as one tensor an expert and projection, as transformers saves them."""
-    for layer in layers:
-        stem = f"{prefix}layers.{layer}.mlp.experts."
-        gate_up, down = tensors.pop(stem + "gate_up_proj"), tensors.pop(stem + "down_proj")
-        for expert in range(len(down)):
-            gate, up = gate_up[expert].chunk(2)
-            for part, tensor in (("gate", gate), ("up", up), ("down", down[expert])):
-                tensors[f"{stem}{expert}.{part}_proj.weight"] = tensor.clone()
-
+from torchqwen_tpu import ParallelConfig, Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_whole_model(checkpoint, tmp_path, shards):

@@ -7,9 +7,8 @@ import json
 import pytest
 import torch
 import transformers
-from checkpoints import assert_same, published_state, shard_name, tensors_of
+from checkpoints import assert_same, load, published_state, shard_name, tensors_of
 from support import padded, random_rows, reference_logits, reference_of
-from test_loading import load
 
 from torchqwen_tpu.checkpoint.files import INDEX
 
