@@ -35,28 +35,56 @@ def tile_rows(pairs: int, experts: int) -> int:
     experts are one tile, within 16 and 128 rows.
     """
     mean = pairs / experts
-    return 1 if mean <= 4 else min(max(1 << round(2 * mean).bit_length() - 1, 16), 128)
+    return 1 if mean <= 12 else min(1 << round(2 * mean).bit_length() - 1, 128)
 
 
 def _local_experts(rows, expert, weight, gate_up, down, tile):
     """Weighted sum over each row's local experts; `expert` is out of range for experts of other devices: [rows, hidden]."""
     experts, top_k, width = gate_up.shape[0], expert.shape[1], down.shape[2]
     flat = expert.reshape(-1)
-    order = jnp.argsort(flat, stable=True)
+    order = _by_expert(flat, experts)
     counts = jnp.sum(flat[None, :] == jnp.arange(experts)[:, None], axis=1, dtype=jnp.int32)
     tiles = tile_sequences(jnp.cumsum(counts) - counts, counts, tokens=flat.size, tile=tile)
-    token = (order // top_k)[tiles.row]
+    # Indices are unsigned and known to be in range: XLA need not wrap or check them in every iteration.
+    token = (order // top_k).astype(jnp.uint32)[tiles.row]
+    sequence = tiles.sequence.astype(jnp.uint32)
 
     def one_tile(index, results):
-        gate, up = jnp.split(_linear(rows[token[index]], gate_up[tiles.sequence[index]]), (width,), axis=-1)
+        number, members = _at(sequence, index), _at(token, index)
+        if tile == 1:
+            inputs = lax.dynamic_slice_in_dim(rows, members[0], 1)
+        else:
+            inputs = rows.at[members].get(mode="promise_in_bounds")
+        gate, up = jnp.split(_linear(inputs, _at(gate_up, number)), (width,), axis=-1)
         activated = (jax.nn.silu(gate) * up).astype(rows.dtype)
-        return results.at[index].set(_linear(activated, down[tiles.sequence[index]]))
+        return lax.dynamic_update_index_in_dim(results, _linear(activated, _at(down, number)), index, 0)
 
     results = jnp.zeros((token.shape[0], tile, rows.shape[1]), jnp.float32)
-    results = lax.fori_loop(0, tiles.count, one_tile, results).reshape(-1, rows.shape[1])
+    results = lax.fori_loop(jnp.uint32(0), tiles.count.astype(jnp.uint32), one_tile, results).reshape(-1, rows.shape[1])
     rank = jnp.zeros(flat.size, jnp.int32).at[order].set(jnp.arange(flat.size, dtype=jnp.int32))
-    own = jnp.take(results, tiles.place[rank], axis=0, mode="fill", fill_value=0)
-    return jnp.sum(own.reshape(*expert.shape, -1) * weight[..., None], axis=1)
+    place = tiles.place[rank].reshape(expert.shape)
+    weight = jnp.where(place < len(results), weight, 0)
+    place = jnp.minimum(place, len(results) - 1).astype(jnp.uint32)
+    # One pass for all top_k: a sum over an axis would first write the gathered rows out.
+    return sum(
+        weight[:, choice, None] * results.at[place[:, choice]].get(mode="promise_in_bounds") for choice in range(top_k)
+    )
+
+
+def _by_expert(expert, experts: int):
+    """Stable order of pairs by expert [pairs], the pairs of other devices (number `experts`) last.
+
+    Expert and position are one sort key: XLA sorts one array much faster than two.
+    """
+    bits = max(expert.size - 1, 1).bit_length()
+    if (experts + 1) << bits > 1 << 32:
+        raise ValueError(f"{expert.size} pairs over {experts} experts are too many for one step; take fewer tokens a step")
+    key = expert.astype(jnp.uint32) << bits | jnp.arange(expert.size, dtype=jnp.uint32)
+    return (lax.sort(key, is_stable=False) & ((1 << bits) - 1)).astype(jnp.int32)
+
+
+def _at(array, index):
+    return lax.dynamic_index_in_dim(array, index, keepdims=False)
 
 
 def _linear(rows, weight):

@@ -6,6 +6,8 @@ last position are read, so work follows the tokens that are there and not the si
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -36,35 +38,56 @@ def ragged_paged_attention(
     columns = (tiles.gather(query, 0) * jnp.asarray(scale, query.dtype)).reshape(-1, tile, heads, group, dim)
     columns = jnp.transpose(columns, (0, 2, 4, 3, 1)).reshape(-1, heads, dim, group * tile)
 
-    def one_tile(index, output):
-        sequence = tiles.sequence[index]
-        first = context_length[sequence] + tiles.offset[index]
-        position = jnp.tile(first + jnp.arange(tile), group)
-        last = jnp.minimum(first + tile, context_length[sequence] + query_length[sequence])
+    size = step * page_size
+    # Indices are unsigned and known to be in range: XLA need not wrap or check them in every iteration.
+    page_table, sequences = page_table.astype(jnp.uint32), tiles.sequence.astype(jnp.uint32)
 
-        def block(number, carry):
+    def one_tile(index, output):
+        sequence = _at(sequences, index)
+        context = _at(context_length, sequence)
+        first = context + _at(tiles.offset, index)
+        last = jnp.minimum(first + tile, context + _at(query_length, sequence))
+        position = jnp.tile(first + jnp.arange(tile), group)
+        queries = _at(columns, index)
+
+        def block(number, carry, masked):
             total, highest, weighted = carry
             table = lax.dynamic_slice(page_table, (sequence, number * step), (1, step))[0]
-            history = jnp.transpose(pages[table].reshape(step * page_size, heads, 2, dim), (1, 2, 0, 3))
-            scores = jnp.einsum("hld,hdq->hlq", history[:, 0], columns[index], preferred_element_type=jnp.float32)
-            seen = (number * step * page_size + jnp.arange(step * page_size))[:, None]
-            scores = jnp.where(seen <= position, scores, MASKED)
+            if step == 1:
+                history = lax.dynamic_slice_in_dim(pages, table[0], 1)
+            else:
+                history = pages.at[table].get(mode="promise_in_bounds")
+            history = jnp.transpose(history.reshape(size, heads, 2, dim), (1, 2, 0, 3))
+            keys, values = history[:, 0], history[:, 1]
+            scores = jnp.einsum("hld,hdq->hlq", keys, queries, preferred_element_type=jnp.float32)
+            if masked:
+                seen = (number.astype(jnp.int32) * size + jnp.arange(size))[:, None]
+                scores = jnp.where(seen <= position, scores, MASKED)
+                # Unseen values are zeroed as well: an unwritten page may hold anything, and 0 times NaN is NaN.
+                values = jnp.where(seen < last, values, 0)
             new_highest = jnp.maximum(highest, scores.max(1, keepdims=True))
             weights = jnp.exp(scores - new_highest)
             shrink = jnp.exp(highest - new_highest)
-            # Unseen values are zeroed as well: an unwritten page may hold anything, and 0 times NaN is NaN.
-            values = jnp.where(seen < last, history[:, 1], 0)
             update = jnp.einsum("hld,hlq->hdq", values, weights.astype(values.dtype), preferred_element_type=jnp.float32)
             return total * shrink + weights.sum(1, keepdims=True), new_highest, weighted * shrink + update
 
-        start = (
+        carry = (
             jnp.zeros((heads, 1, group * tile), jnp.float32),
             jnp.full((heads, 1, group * tile), MASKED, jnp.float32),
             jnp.zeros((heads, dim, group * tile), jnp.float32),
         )
-        total, _, weighted = lax.fori_loop(0, -(-last // (step * page_size)), block, start)
-        return output.at[index].set((weighted / total).astype(output.dtype))
+        # Blocks that every query of the tile has seen whole come first and need no mask.
+        blocks, whole = -(-last // size), jnp.zeros((), jnp.int32) if decode else (first + 1) // size
+        whole, blocks = whole.astype(jnp.uint32), blocks.astype(jnp.uint32)
+        if not decode:
+            carry = lax.fori_loop(jnp.uint32(0), whole, functools.partial(block, masked=False), carry)
+        total, _, weighted = lax.fori_loop(whole, blocks, functools.partial(block, masked=True), carry)
+        return lax.dynamic_update_index_in_dim(output, (weighted / total).astype(output.dtype), index, 0)
 
-    output = lax.fori_loop(0, tiles.count, one_tile, jnp.zeros_like(columns))
+    output = lax.fori_loop(jnp.uint32(0), tiles.count.astype(jnp.uint32), one_tile, jnp.zeros_like(columns))
     output = jnp.transpose(output.reshape(-1, heads, dim, group, tile), (0, 4, 1, 3, 2))
     return tiles.scatter(output.reshape(-1, tile, query_heads, dim)), pages
+
+
+def _at(array, index):
+    return lax.dynamic_index_in_dim(array, index, keepdims=False)
