@@ -1,0 +1,127 @@
+"""Modelled times: the hierarchical reduce-scatter and XLA's psum_scatter on the same links.
+
+`python -m custom_ops.reduce_scatter.cost` prints them for one machine of four chips.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from custom_ops.reduce_scatter.layout import LANES, crossed_dimension, step_slabs, streams
+from custom_ops.reduce_scatter.shapes import ReduceScatterShape
+
+ICI = 90e9
+"""Bytes a second over one ICI link, one way; the two cores of a chip share it."""
+DIE_TO_DIE = 6 * ICI
+"""Bytes a second between the two cores of a chip, one way."""
+HBM = 3.69e12
+HOP = 1e-6
+"""Seconds from the start of a remote write, or of the barrier's signal, to its first byte's being seen. Assumed: nothing is
+published."""
+START = 0.25e-6
+"""Seconds that a wire loses for each remote write. Assumed; it keeps micro-batches from becoming tiny."""
+SUMS = 1.3e12
+"""Elements added a second: 1.7 bundles for 1,024 FP32 sums in the compiler's schedule, at 2.2 GHz (inferred)."""
+
+STATEMENT = (
+    f"Model: {ICI / 1e9:.0f} GB/s one way over each ICI link, one link for each dimension of the hypercube of chips, shared "
+    f"by a chip's two cores; {DIE_TO_DIE / 1e9:.0f} GB/s one way between the two; {HOP * 1e6:.0f} µs for each hop that "
+    f"another one waits for and for the barrier, {START * 1e6:.2f} µs more for each remote write (both assumed); "
+    f"{SUMS / 1e12:.1f}e12 sums a second; HBM at {HBM / 1e12:.2f} TB/s. XLA's psum_scatter: every core's terms for other "
+    "chips cross ICI for themselves, spread over all links, in as many dependent hops. That is the all-gather backwards "
+    "whose published times (559 µs in BF16, 283 µs in FP8) are, to 2 %, those of 8,192 tokens of 4,096 columns that each "
+    "core of a chip fetches for itself (our inference; the size is not stated)."
+)
+
+
+def hierarchical_time(shape: ReduceScatterShape, micro_batches: int) -> float:
+    """Seconds of the kernel: its schedule, played on one core, with the busiest links; all cores do the same at once."""
+    rows, hidden = -(-shape.rows_per_device // micro_batches), -(-shape.hidden // LANES) * LANES
+    slab = rows * hidden
+    widths = [last - first for first, last in streams(0, hidden, shape.dimensions)]
+    die, links = _Link(DIE_TO_DIE), [_Link(ICI / shape.cores) for _ in range(shape.dimensions)]
+    now, swapped, arrived = HOP, {}, {}
+
+    def start_phase_1(index):
+        load = slab * shape.chips * shape.itemsize
+        swapped[index] = max(die.carry(now, load), now + load / HBM)
+
+    def start_steps(index, step):
+        for stream, width in enumerate(widths) if step < shape.dimensions else ():
+            load = step_slabs(step, shape.chips)[1] * rows * width * shape.itemsize
+            link = links[crossed_dimension(stream, step, shape.dimensions)]
+            arrived[index, step, stream] = link.carry(now, load)
+
+    def finish_phase_1(index):
+        nonlocal now
+        now = max(now, swapped[index]) + shape.chips * slab / SUMS
+        start_steps(index, 0)
+
+    def finish_step(index, step):
+        nonlocal now
+        for stream, width in enumerate(widths):
+            now = max(now, arrived[index, step, stream]) + step_slabs(step, shape.chips)[1] * rows * width / SUMS
+        start_steps(index, step + 1)
+
+    for index in range(min(micro_batches, 2)):
+        start_phase_1(index)
+    for number in range(micro_batches + shape.dimensions):
+        if number < micro_batches:
+            finish_phase_1(number)
+        if number + 2 < micro_batches:
+            start_phase_1(number + 2)
+        for step in range(shape.dimensions):
+            if 0 <= number - 1 - step < micro_batches:
+                finish_step(number - 1 - step, step)
+    return now + slab * shape.itemsize / HBM
+
+
+def xla_time(shape: ReduceScatterShape) -> float:
+    """Seconds of psum_scatter without a hierarchy, which sends each core's terms over ICI for itself."""
+    per_core = shape.rows_per_device * shape.hidden * shape.itemsize
+    swap = (shape.cores - 1) * shape.chips * per_core / DIE_TO_DIE
+    hops = HOP + (shape.dimensions + (shape.cores > 1)) * (HOP + START)
+    if not shape.dimensions:
+        return swap + hops
+    crossing = shape.cores * (shape.devices - shape.cores) * per_core
+    return max(crossing / (shape.dimensions * ICI), swap) + hops
+
+
+def wire_bytes(shape: ReduceScatterShape) -> tuple[int, int]:
+    """Bytes that one core sends in the hierarchical reduce-scatter: to the other core of its chip, to other chips."""
+    per_device = shape.rows_per_device * shape.hidden * shape.itemsize
+    return shape.chips * per_device, (shape.chips - 1) * per_device
+
+
+def table(shapes: Sequence[ReduceScatterShape]) -> str:
+    """Both times of each shape that the kernel takes, in microseconds, under what they rest on."""
+    from custom_ops.reduce_scatter.plan import plan  # which chooses micro-batches by the times above
+
+    lines = ["  rows  hidden  chips  dtype     micro-batches  hierarchical µs  psum_scatter µs  psum_scatter / hierarchical"]
+    for shape in shapes:
+        cut = plan(shape)
+        if cut is None:
+            continue
+        ours, xla = cut.time * 1e6, xla_time(shape) * 1e6
+        lines.append(
+            f"{shape.rows:6,}  {shape.hidden:6,}  {shape.chips:5}  {shape.dtype:8}  {cut.micro_batches:13}  {ours:15.1f}  "
+            f"{xla:15.1f}  {xla / ours:27.2f}"
+        )
+    return "\n".join([STATEMENT, "", *lines])
+
+
+class _Link:
+    """A link that carries one thing after the other."""
+
+    def __init__(self, bytes_per_second: float):
+        self.bytes_per_second, self.free = bytes_per_second, 0.0
+
+    def carry(self, now: float, size: int) -> float:
+        """When `size` bytes handed over at `now` have arrived."""
+        self.free = max(self.free, now) + START + size / self.bytes_per_second
+        return self.free + HOP
+
+
+if __name__ == "__main__":
+    SIZES = (8, 64, 512, 1024, 2048, 4096, 8192)
+    print(table([ReduceScatterShape(4, 2, rows, 4096, dtype) for dtype in ("bfloat16", "float32") for rows in SIZES]))
