@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Hashable
 
+from custom_ops.gated_delta_net import pallas_tpu as gated_delta_net_pallas
 from custom_ops.gated_delta_net import reference as gated_delta_net_reference
 from custom_ops.gated_delta_net import xla as gated_delta_net_xla
 from custom_ops.ragged_moe import reference as ragged_moe_reference
@@ -15,6 +17,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Callable]] = {
     "gated_delta_net": {
         "reference": gated_delta_net_reference.gated_delta_net,
         "xla": gated_delta_net_xla.gated_delta_net,
+        "pallas_tpu": gated_delta_net_pallas.gated_delta_net,
     },
     "ragged_moe": {
         "reference": ragged_moe_reference.ragged_moe,
@@ -26,17 +29,39 @@ IMPLEMENTATIONS: dict[str, dict[str, Callable]] = {
     },
 }
 
-DEFAULT = {"cpu": "xla", "tpu": "xla"}
-"""Implementation by platform."""
+SUPPORTS: dict[str, dict[str, Callable[..., bool]]] = {"gated_delta_net": {"pallas_tpu": gated_delta_net_pallas.supports}}
+"""By operation and implementation: whether it takes a shape, for implementations that do not take all."""
+
+PREFERRED = {"cpu": ("xla",), "tpu": ("pallas_tpu", "xla")}
+"""Implementations by platform, the best first; the first that an operation has and that takes its shape runs."""
 
 
+def supports(op: str, name: str, shape: Hashable) -> bool:
+    """Whether an implementation takes arrays of this shape (what `op` describes its sizes with, or None)."""
+    predicate = SUPPORTS.get(op, {}).get(name)
+    return predicate is None or predicate(shape)
+
+
+@functools.cache
 def implementation(op: str, platform: str, override: str | None = None) -> Callable:
-    """The function that computes `op` on `platform` ('cpu' or 'tpu'); `override` names another implementation.
+    """The function that computes `op` on `platform` ('cpu' or 'tpu'); `override` names one implementation for it.
+
+    It chooses among the platform's implementations when it is called, by the keyword argument `shape` of operations
+    that have one. Pallas kernels for TPU run in Pallas' interpreter elsewhere.
 
     Raises:
-        ValueError: no such implementation.
+        ValueError: no such implementation; on calling: it does not take the shape.
     """
-    name = override or DEFAULT[platform]
-    if name not in IMPLEMENTATIONS[op]:
-        raise ValueError(f"{op} has no implementation '{name}'; there are: {', '.join(IMPLEMENTATIONS[op])}")
-    return IMPLEMENTATIONS[op][name]
+    if override and override not in IMPLEMENTATIONS[op]:
+        raise ValueError(f"{op} has no implementation '{override}'; there are: {', '.join(IMPLEMENTATIONS[op])}")
+    names = [override] if override else [name for name in PREFERRED[platform] if name in IMPLEMENTATIONS[op]]
+
+    def function(*arrays, **static):
+        shape = static.get("shape")
+        for name in names:
+            if supports(op, name, shape):
+                interpret = {"interpret": True} if name == "pallas_tpu" and platform != "tpu" else {}
+                return IMPLEMENTATIONS[op][name](*arrays, **static, **interpret)
+        raise ValueError(f"{op}: {' and '.join(names)} does not take {shape}")
+
+    return function

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from custom_ops import sampling
+from custom_ops import sampling, scoring
 from custom_ops.bridge import JaxOp, current_platform
 from custom_ops.gated_delta_net import GatedDeltaNetShape
 from custom_ops.implementations import implementation
@@ -18,6 +18,7 @@ from torchqwen_tpu.parallel.mesh import Axes, DeviceMesh
 # Logical axes of arrays. A sequence, a slot and a page belong to one data-parallel rank, as tokens do.
 ROWS = ("tokens",)
 ROWS_DIM = ("tokens", None)
+HEADS = ("heads",)
 ROWS_HEADS = ("tokens", "heads")
 ROWS_HEADS_DIM = ("tokens", "heads", None)
 CONV_STATE = ("tokens", None, "heads")
@@ -52,20 +53,25 @@ class Operations:
         out_specs = specs[1] if len(outputs) > 1 else specs[1][0]
         return JaxOp(name, function, tuple(static.items()), self.mesh.abstract, specs[0], out_specs)
 
-    def gated_delta_net(self, qkv, beta, decay, conv_weight, batch: RaggedBatch, conv_state, recurrent_state, *, shape):
+    def gated_delta_net(
+        self, qkv, b, a, conv_weight, A_log, dt_bias, batch: RaggedBatch, conv_state, recurrent_state, *, shape
+    ):
         """See `custom_ops.gated_delta_net`; `shape` has the heads of the whole layer."""
         shards = self.mesh.shards("heads")
         local = dataclasses.replace(shape, key_heads=shape.key_heads // shards, value_heads=shape.value_heads // shards)
         op = self._op(
             "gated_delta_net",
             self._functions["gated_delta_net"],
-            (ROWS_HEADS, ROWS_HEADS, ROWS_HEADS, (None, "heads"), ROWS, ROWS, ROWS, ROWS, CONV_STATE, RECURRENT_STATE),
+            (
+                ROWS_HEADS, ROWS_HEADS, ROWS_HEADS, (None, "heads"), HEADS, HEADS,
+                ROWS, ROWS, ROWS, ROWS, CONV_STATE, RECURRENT_STATE,
+            ),
             (ROWS_HEADS_DIM, CONV_STATE, RECURRENT_STATE),
             shape=local,
             decode=batch.decode,
         )
         return op(
-            qkv, beta, decay, conv_weight,
+            qkv, b, a, conv_weight, A_log, dt_bias,
             batch.query_start, batch.query_length, batch.context_length, batch.slot, conv_state, recurrent_state,
         )  # fmt: skip
 
@@ -108,6 +114,13 @@ class Operations:
             "sample", sampling.sample, (ROWS_DIM, ROWS, ROWS, ROWS, ROWS, ROWS, ROWS), (ROWS,), candidates=candidates
         )
         return op(logits, seed, step, temperature, top_k, top_p, min_p)[0]
+
+    def target_scores(self, hidden: torch.Tensor, head: torch.Tensor, target: torch.Tensor, *, tied: bool, top_k: int):
+        """See `custom_ops.scoring.target_scores`."""
+        op = self._op(
+            "target_scores", scoring.target_scores, (ROWS_DIM, (None, None), ROWS), (ROWS_DIM,), tied=tied, top_k=top_k
+        )
+        return op(hidden, head, target)[0]
 
 
 def _select(rows, index):

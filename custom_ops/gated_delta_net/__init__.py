@@ -2,21 +2,28 @@
 
 Every implementation is a function with this signature (T tokens, S sequences, N slots of one device):
 
-    gated_delta_net(qkv, beta, decay, conv_weight, query_start, query_length, context_length, slot,
-                    conv_state, recurrent_state, *, shape, decode=False) -> output, conv_state, recurrent_state
+    gated_delta_net(qkv, b, a, conv_weight, A_log, dt_bias, query_start, query_length, context_length, slot,
+                    conv_state, recurrent_state, checkpoint_slot=None, *, shape, decode=False)
+        -> output, conv_state, recurrent_state
 
     qkv              [T, channels]   projected tokens, channels in the order of `GatedDeltaNetShape`
-    beta             [T, value heads] float32, how much of the old value a token replaces, 0 to 1
-    decay            [T, value heads] float32, log of the factor on the state before a token, at most 0
+    b, a             [T, value heads] float32, what the gates are made of: beta = sigmoid(b) is how much of the old value
+                     a token replaces, g = -exp(A_log) * softplus(a + dt_bias) the log of the factor on the state before it
     conv_weight      [width, channels]
+    A_log, dt_bias   [value heads] float32
     query_start      [S] int32, first row of each sequence in the flat batch
     query_length     [S] int32, rows of each sequence in this batch; 0 leaves its state as it is
     context_length   [S] int32, tokens the sequence has seen before; 0 starts from zero, whatever the slot holds
     slot             [S] int32, where the sequence's states live, distinct for all sequences with rows
     conv_state       [N, width - 1, channels] the last inputs of the convolution
     recurrent_state  [N, value heads, key dim, value dim]
+    checkpoint_slot  [S, K] int32 or None: both states as they are after token j of a sequence also go to slot
+                     checkpoint_slot[s, j], so that decoding can go on from there if later tokens are rejected; -1 keeps
+                     none. These slots are distinct from each other and from those of sequences with rows, and a sequence
+                     that has any takes at most K rows.
     shape            `GatedDeltaNetShape` of this device's heads
-    decode           a promise: T = S = N, row i and slot i belong to sequence i, and no sequence has more than one row
+    decode           a promise: T = S = N, row i and slot i belong to sequence i, and no sequence has more than one row;
+                     there are no checkpoints then, slot i holds the only state there is
 
     output           [T, value heads, value dim] in the dtype of qkv; rows of no sequence are zero
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from custom_ops.gated_delta_net.reference import normalize
+from custom_ops.gated_delta_net.reference import gates, normalize
 from custom_ops.gated_delta_net.shapes import GatedDeltaNetShape
 from custom_ops.ragged import tile_sequences, token_sequence
 
@@ -19,23 +19,30 @@ CHUNK = 32
 
 
 def gated_delta_net(
-    qkv, beta, decay, conv_weight, query_start, query_length, context_length, slot, conv_state, recurrent_state,
-    *, shape: GatedDeltaNetShape, decode: bool = False,
+    qkv, b, a, conv_weight, A_log, dt_bias, query_start, query_length, context_length, slot, conv_state, recurrent_state,
+    checkpoint_slot=None, *, shape: GatedDeltaNetShape, decode: bool = False,
 ):
     """See `custom_ops.gated_delta_net` for arguments and results."""
     conv_weight = conv_weight.astype(jnp.float32)
+    beta, g = gates(b, a, A_log, dt_bias)
     if decode:
-        return _decode(qkv, beta, decay, conv_weight, query_length, context_length, conv_state, recurrent_state, shape)
+        return _decode(qkv, beta, g, conv_weight, query_length, context_length, conv_state, recurrent_state, shape)
     fresh = context_length == 0
     window = jnp.where(fresh[:, None, None], 0, conv_state[slot]).astype(jnp.float32)
     mixed = _convolve(qkv.astype(jnp.float32), conv_weight, window, query_start, query_length)
-    conv_state = _store(conv_state, slot, query_length, _last_inputs(qkv, window, query_start, query_length))
+    conv_state = _store(conv_state, slot, query_length > 0, _last_inputs(qkv, window, query_start, query_length))
+    if checkpoint_slot is not None:
+        taken = jnp.arange(1, checkpoint_slot.shape[1] + 1)
+        rows = jnp.broadcast_to(taken[:, None], (len(taken), len(slot)))
+        windows = jax.vmap(_last_inputs, in_axes=(None, None, None, 0), out_axes=1)(qkv, window, query_start, rows)
+        kept = (checkpoint_slot >= 0) & (taken <= query_length[:, None])
+        conv_state = _store(conv_state, checkpoint_slot, kept, windows)
     query, key, value = shape.split(mixed)
     query, key = normalize(query) * shape.key_dim**-0.5, normalize(key)
     # Heads first, and room after the last token, so that every chunk is a slice.
-    query, key, value, beta, decay = (
+    query, key, value, beta, g = (
         jnp.pad(jnp.moveaxis(part, 1, 0), ((0, 0), (0, CHUNK)) + ((0, 0),) * (part.ndim - 2))
-        for part in (query, key, value, beta, decay)
+        for part in (query, key, value, beta, g)
     )
     tiles = tile_sequences(query_start, query_length, tokens=qkv.shape[0], tile=CHUNK)
 
@@ -47,14 +54,17 @@ def gated_delta_net(
         # Rows beyond the sequence are zero in everything: they neither change the state nor let it decay.
         parts = [
             jnp.where(valid.reshape((1, CHUNK) + (1,) * (part.ndim - 2)), lax.dynamic_slice_in_dim(part, first, CHUNK, 1), 0)
-            for part in (query, key, value, beta, decay)
+            for part in (query, key, value, beta, g)
         ]
         first_state = jnp.where(fresh[sequence], 0, pool[home]).astype(jnp.float32)
         state = jnp.where(offset == 0, first_state, state)
-        rows, state = _chunk_rule(*parts, state, shape.group)
+        rows, written, end_state = _chunk_rule(*parts, state, shape.group)
+        if checkpoint_slot is not None:
+            slots = checkpoint_slot.at[sequence, offset + jnp.arange(CHUNK)].get(mode="fill", fill_value=-1)
+            pool = _store_checkpoints(pool, jnp.where(valid, slots, -1), parts, written, state, shape.group)
         before = lax.dynamic_slice_in_dim(output, first, CHUNK, 1)
         output = lax.dynamic_update_slice_in_dim(output, jnp.where(valid[:, None], rows, before), first, 1)
-        return output, pool.at[home].set(state.astype(pool.dtype)), state
+        return output, pool.at[home].set(end_state.astype(pool.dtype)), end_state
 
     # The running state stays FP32 from chunk to chunk, whatever the pool's dtype.
     carry = (jnp.zeros_like(value), recurrent_state, jnp.zeros(recurrent_state.shape[1:], jnp.float32))
@@ -79,18 +89,19 @@ def _convolve(inputs, conv_weight, window, query_start, query_length):
     return jax.nn.silu(mixed.at[place].add(first, mode="drop"))
 
 
-def _chunk_rule(query, key, value, beta, decay, state, group: int):
+def _chunk_rule(query, key, value, beta, g, state, group: int):
     """The delta rule over one chunk, heads first.
 
-    query, key: [key heads, rows, key dim]; value: [value heads, rows, value dim]; beta, decay: [value heads, rows];
-    state: [value heads, key dim, value dim]. Returns the rows' outputs, as value, and the state after them.
+    query, key: [key heads, rows, key dim]; value: [value heads, rows, value dim]; beta, g: [value heads, rows];
+    state: [value heads, key dim, value dim]. Returns the rows' outputs, as value; what each row writes under its key, as
+    value; and the state after them.
     """
     rows = key.shape[1]
     products = jnp.concatenate([key, query], axis=1) @ jnp.swapaxes(key, 1, 2)  # of key heads: k kᵀ over q kᵀ
     products, key, query = (jnp.repeat(part, group, axis=0) for part in (products, key, query))
     lower = jnp.tril(jnp.ones((rows, rows), bool))
     # A product with ones rather than cumsum, which XLA:CPU computes again for every element that reads it.
-    total = decay @ lower.T.astype(decay.dtype)
+    total = g @ lower.T.astype(g.dtype)
     damping = jnp.exp(jnp.where(lower, total[:, :, None] - total[:, None, :], -jnp.inf))
     beta, total = beta[..., None], total[..., None]
     inverse = unit_lower_inverse(jnp.where(lower & ~jnp.eye(rows, dtype=bool), beta * products[:, :rows] * damping, 0))
@@ -99,10 +110,27 @@ def _chunk_rule(query, key, value, beta, decay, state, group: int):
     new = inverse @ (beta * (value - read[:, :rows]))
     output = read[:, rows:] + (products[:, rows:] * damping) @ new
     remaining = key * jnp.exp(total[:, -1:] - total)
-    return output, state * grown[:, -1:] + jnp.swapaxes(remaining, 1, 2) @ new
+    return output, new, state * grown[:, -1:] + jnp.swapaxes(remaining, 1, 2) @ new
 
 
-def _decode(qkv, beta, decay, conv_weight, query_length, context_length, conv_state, recurrent_state, shape):
+def _store_checkpoints(pool, slots, parts, written, state, group: int):
+    """Write the state after each row of a chunk to that row's slot, for slots [rows] that are not -1.
+
+    parts: as `_chunk_rule` takes them; written: as it returns them; state: before the chunk.
+    """
+    _, key, _, _, g = parts
+
+    def row(index, carry):
+        pool, state = carry
+        row_key = jnp.repeat(key[:, index], group, axis=0)
+        state = state * jnp.exp(g[:, index])[:, None, None] + row_key[:, :, None] * written[:, index][:, None, :]
+        return _store(pool, slots[index], slots[index] >= 0, state), state
+
+    last = jnp.max(jnp.where(slots >= 0, jnp.arange(1, slots.shape[0] + 1), 0))
+    return lax.fori_loop(0, last, row, (pool, state))[0]
+
+
+def _decode(qkv, beta, g, conv_weight, query_length, context_length, conv_state, recurrent_state, shape):
     """One token a sequence, token i and slot i belonging to sequence i."""
     active = (query_length > 0)[:, None, None]
     fresh = (context_length == 0)[:, None, None]
@@ -113,7 +141,7 @@ def _decode(qkv, beta, decay, conv_weight, query_length, context_length, conv_st
     query, key = (jnp.repeat(part, shape.group, axis=1) for part in (query, key))
 
     # Both products read the state before decay and update: Sᵀq after them is the decayed Sᵀq plus (k·q) times the delta.
-    growth = jnp.exp(decay)[..., None]
+    growth = jnp.exp(g)[..., None]
     read = jnp.einsum("shrk,shkv->shrv", jnp.stack([key, query], axis=2), recurrent_state.astype(jnp.float32))
     read_key, read_query = jnp.moveaxis(jnp.where(fresh[..., None], 0, read * growth[..., None]), 2, 0)
     delta = beta[..., None] * (value - read_key)
@@ -127,9 +155,9 @@ def _decode(qkv, beta, decay, conv_weight, query_length, context_length, conv_st
     )
 
 
-def _store(pool, slot, query_length, states):
-    """Write the states of sequences that have tokens to their slots; the others' index is out of range and dropped."""
-    return pool.at[jnp.where(query_length > 0, slot, pool.shape[0])].set(states.astype(pool.dtype), mode="drop")
+def _store(pool, slot, kept, states):
+    """Write the states that are to be kept to their slots; the others' index is out of range and dropped."""
+    return pool.at[jnp.where(kept, slot, pool.shape[0])].set(states.astype(pool.dtype), mode="drop")
 
 
 def _last_inputs(qkv, window, query_start, query_length):

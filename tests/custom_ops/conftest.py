@@ -1,11 +1,9 @@
-"""What the tests of all operations share: every implementation against `reference`, and how far apart results are."""
+"""What the tests of all operations share: every implementation runs them, and is held against `reference`."""
 
 from __future__ import annotations
 
-import functools
-
+import comparison
 import jax
-import numpy as np
 import pytest
 
 from custom_ops.implementations import IMPLEMENTATIONS
@@ -14,31 +12,19 @@ jax.config.update("jax_platforms", "cpu")
 
 
 def pytest_generate_tests(metafunc):
-    """A test that takes `implementation` runs once for every implementation of its module's OP but the reference."""
-    if "implementation" in metafunc.fixturenames:
+    """A test that takes `implementation` runs once for every implementation of its module's OP but the reference, unless
+    it says itself which run it."""
+    given = any("implementation" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if "implementation" in metafunc.fixturenames and not given:
         names = [name for name in IMPLEMENTATIONS[metafunc.module.OP] if name != "reference"]
         metafunc.parametrize("implementation", names)
 
 
-@functools.lru_cache(maxsize=None)
-def compiled(op: str, implementation: str, **static):
-    """An implementation of an operation under jit; shapes that were compiled once are not compiled again."""
-    return jax.jit(functools.partial(IMPLEMENTATIONS[op][implementation], **static))
+@pytest.fixture(scope="session")
+def compiled():
+    return comparison.compiled
 
 
-def relative_error(result, expected) -> float:
-    """Root mean square of the difference over that of `expected`; 0 for equal arrays, NaN if either holds one."""
-    result, expected = np.asarray(result, np.float64), np.asarray(expected, np.float64)
-    scale = np.sqrt(np.mean(expected**2))
-    error = np.sqrt(np.mean((result - expected) ** 2))
-    return error if scale == 0 else error / scale
-
-
-@pytest.fixture(scope="session", name="compiled")
-def compiled_fixture():
-    return compiled
-
-
-@pytest.fixture(scope="session", name="relative_error")
-def relative_error_fixture():
-    return relative_error
+@pytest.fixture(scope="session")
+def relative_error():
+    return comparison.relative_error

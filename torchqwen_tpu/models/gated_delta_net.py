@@ -1,9 +1,8 @@
-"""The Gated DeltaNet layer: projections and gates here, convolution and delta rule in one operation."""
+"""The Gated DeltaNet layer: projections here; convolution, gates and delta rule in one operation."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from torchqwen_tpu.batch import RaggedBatch
@@ -12,17 +11,19 @@ from torchqwen_tpu.ops import Operations, gated_delta_net_shape
 
 
 class GatedDeltaNet(nn.Module):
-    """Channels of `in_proj_qkv` and `conv1d` are in the kernel's order (grouped by key head) on the device and in the
-    published order (queries, keys, values) in `state_dict()` and on disk."""
+    """`in_proj_qkvz` and `in_proj_ba` are grouped by key head: its query, key and values (the kernel's order of channels,
+    which `conv1d` has too), then the output gates of its value heads; betas, then decays.
+
+    (`state_dict()` and checkpoints hold `in_proj_qkv`, `in_proj_z`, `in_proj_b` and `in_proj_a`, and the published order of
+    channels: queries, keys, values.)
+    """
 
     def __init__(self, config):
         super().__init__()
         self.shape = gated_delta_net_shape(config)
         value_size = self.shape.value_heads * self.shape.value_dim
-        self.in_proj_qkv = Linear(config.hidden_size, self.shape.channels)
-        self.in_proj_z = Linear(config.hidden_size, value_size)
-        self.in_proj_b = Linear(config.hidden_size, self.shape.value_heads)
-        self.in_proj_a = Linear(config.hidden_size, self.shape.value_heads)
+        self.in_proj_qkvz = Linear(config.hidden_size, self.shape.channels + value_size)
+        self.in_proj_ba = Linear(config.hidden_size, 2 * self.shape.value_heads)
         width = config.linear_conv_kernel_dim
         self.conv1d = nn.Conv1d(self.shape.channels, self.shape.channels, width, groups=self.shape.channels, bias=False)
         self.dt_bias = nn.Parameter(torch.empty(self.shape.value_heads))
@@ -32,11 +33,14 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, hidden: torch.Tensor, batch: RaggedBatch, state: tuple[torch.Tensor, torch.Tensor], ops: Operations):
         """hidden [tokens, hidden size] and the layer's (convolution window, recurrent state) → output and the new ones."""
-        gate = self.in_proj_z(hidden).view(hidden.shape[0], -1, self.shape.value_dim)
+        tokens = hidden.shape[0]
+        grouped = self.in_proj_qkvz(hidden).view(tokens, self.shape.key_heads, -1)
+        qkv, gate = grouped.split([self.shape.channels // self.shape.key_heads, self.shape.group * self.shape.value_dim], -1)
         # The gates stay FP32 from the projection on: they are exponentiated and multiplied over whole sequences.
-        beta = torch.sigmoid(self.in_proj_b(hidden.float()))
-        decay = -self.A_log.float().exp() * F.softplus(self.in_proj_a(hidden.float()) + self.dt_bias.float())
+        b, a = self.in_proj_ba(hidden.float()).view(tokens, self.shape.key_heads, 2, -1).unbind(2)
         output, *state = ops.gated_delta_net(
-            self.in_proj_qkv(hidden), beta, decay, self.conv1d.weight.squeeze(1).t(), batch, *state, shape=self.shape
-        )
-        return self.out_proj(self.norm(output, gate).reshape(hidden.shape[0], -1)), tuple(state)
+            qkv.flatten(1), b.flatten(1), a.flatten(1), self.conv1d.weight.squeeze(1).t(), self.A_log.float(), self.dt_bias.float(),
+            batch, *state, shape=self.shape,
+        )  # fmt: skip
+        gate = gate.reshape(tokens, -1, self.shape.value_dim)
+        return self.out_proj(self.norm(output, gate).view(tokens, -1)), tuple(state)

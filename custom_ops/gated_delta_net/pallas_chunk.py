@@ -1,0 +1,148 @@
+"""The chunk kernel: long sequences, 64 rows at a time, as matrix products.
+
+A chunk is a block of 64 rows of the batch that begins at a multiple of 64, and one sequence that has rows in it; the
+block's other rows have g = 0 and beta = 0 and so neither change the state nor let it decay. Where a sequence is cut thus
+depends on where it lies in the batch, and with it the rounding of its results (about 1e-6 of them). The mathematics is that of
+`xla`, in stages over all heads; the scratch between stages is what lets the compiler fill one head's latency with another's
+work. Two value heads lie side by side wherever a matrix is 64 wide ("a pair"). The inverse of the unit lower triangular
+matrix is made of blocks: those of 16 on the diagonal by substitution in FP32, then twice the size, twice.
+All products take FP32 operands as sums of two BF16 matrices. The running state is FP32 from chunk to chunk.
+
+Schedule for tpu7x, 16 key and 64 value heads: about 20,500 bundles a chunk (convolution and norms 5,900, reading the
+state and the triangular matrices 4,500, inverses 4,200, solving 1,700, outputs 2,000, new state 1,900), 1,300 more where
+a sequence begins and ends, and 2,300 once a call. Vector arithmetic takes about 11,000 of a chunk; the rest is latency
+between the stages' products and spilled registers. HBM bytes a chunk: 1.5 MiB of tokens in and 1 MiB out in BF16, and a
+sequence's states once each way. XLA then copies the output from [tokens, heads * 128] to [tokens, heads, 128].
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from custom_ops.gated_delta_net.pallas_chunk_copies import START, WAIT, begin_sequence, drain, end_sequence, load
+from custom_ops.gated_delta_net.pallas_chunk_memory import Chunk, Operands, Scratch, declare
+from custom_ops.gated_delta_net.pallas_chunk_rows import prepare_rows, set_selectors
+from custom_ops.gated_delta_net.pallas_chunk_state import read_state, solve, update_state, write_output
+from custom_ops.gated_delta_net.pallas_chunk_triangle import invert, set_copiers, set_pair
+from custom_ops.gated_delta_net.shapes import GatedDeltaNetShape
+from custom_ops.gated_delta_net.tiling import CHUNK, LANES, chunk_table
+
+
+def _kernel(chunk: Chunk) -> None:
+    index, chunks = chunk.index, pl.num_programs(0)
+    out = chunk.operands.out
+
+    @pl.when(index == 0)
+    def _():
+        chunk.scratch.pending[0] = 0
+        load(chunk, index, START)
+        set_selectors(chunk)
+        set_copiers(chunk)
+
+    load(chunk, index, WAIT)
+
+    @pl.when(chunk.is_first)
+    def _():
+        begin_sequence(chunk)
+
+    @pl.when(index + 1 < chunks)
+    def _():
+        load(chunk, index + 1, START)
+
+    @pl.when(chunk.begin == chunk.end)
+    def _():
+        out[...] = jnp.zeros(out.shape, out.dtype)
+
+    @pl.when(chunk.begin < chunk.end)
+    def _():
+        drain(chunk)  # the convolution writes the window that a copy may still read
+        _compute(chunk)
+
+    @pl.when(chunk.is_last)
+    def _():
+        end_sequence(chunk)
+
+    @pl.when(index == chunks - 1)
+    def _():
+        drain(chunk)
+
+
+def _compute(chunk: Chunk) -> None:
+    """Outputs of the chunk's rows, and the running state after them."""
+    key_heads, pairs = chunk.shape.key_heads, chunk.shape.value_heads // 2
+
+    def of_chunk(stage):
+        return functools.partial(stage, chunk)
+
+    prepare_rows(chunk)
+    chunk.together((key_heads, of_chunk(read_state)), (pairs, of_chunk(set_pair)), most=4)
+    invert(chunk)
+    chunk.loop(pairs, of_chunk(solve), 16)
+    chunk.loop(pairs, of_chunk(write_output), 16)
+    chunk.loop(key_heads, of_chunk(update_state), 8)
+
+
+def prefill(
+    qkv, b, a, conv_weight, a_log, dt_bias, start, length, fresh, slot, conv_pool, state_pool,
+    *, shape: GatedDeltaNetShape, interpret: bool,
+):
+    """Sequences of any length, in place.
+
+    Args:
+        qkv: [tokens, channels], at least 64 tokens; b, a: [tokens, value heads] float32.
+        start, length: [sequences] rows of each sequence; sequences without rows are left alone.
+        fresh: [sequences] bool, whether a sequence starts from zero; slot: [sequences] where its states live.
+
+    Returns:
+        [tokens, value heads * 128], zero in rows of no sequence, and the pools.
+    """
+    tokens, channels = qkv.shape
+    value_heads = shape.value_heads
+    count, *scalars = chunk_table(start, length, fresh, slot, tokens)
+    scratch = declare(shape, conv_weight.shape[0] - 1, conv_pool.dtype, state_pool.dtype)
+
+    def kernel(*refs):
+        split = len(refs) - len(scratch)
+        *arguments, _, _, out, new_conv_pool, new_state_pool = refs[:split]
+        operands = Operands(*arguments, out, new_conv_pool, new_state_pool)
+        _kernel(Chunk(pl.program_id(0), shape, operands, Scratch(*refs[split:]), unroll=not interpret))
+
+    def of_chunk(size):
+        return pl.BlockSpec((CHUNK, size), lambda t, block, *_: (block[t], 0))
+
+    def whole(array):
+        return pl.BlockSpec(array.shape, lambda t, *_: (0, 0))
+
+    a_log, dt_bias = a_log[None], dt_bias[None]
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        kernel,
+        name="gated_delta_net_chunk",
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(count,),
+            in_specs=[
+                of_chunk(channels), of_chunk(value_heads), of_chunk(value_heads),
+                whole(conv_weight), whole(a_log), whole(dt_bias), in_hbm, in_hbm,
+            ],
+            out_specs=[of_chunk(value_heads * LANES), in_hbm, in_hbm],
+            scratch_shapes=list(scratch),
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((tokens, value_heads * LANES), qkv.dtype),
+            jax.ShapeDtypeStruct(conv_pool.shape, conv_pool.dtype),
+            jax.ShapeDtypeStruct(state_pool.shape, state_pool.dtype),
+        ],
+        input_output_aliases={len(scalars) + 6: 1, len(scalars) + 7: 2},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",),
+            vmem_limit_bytes=62 * 2**20,
+            disable_bounds_checks=True,  # slots are checked on the host
+        ),
+        interpret=interpret,
+    )(*scalars, qkv, b, a, conv_weight, a_log, dt_bias, conv_pool, state_pool)

@@ -1,0 +1,110 @@
+"""Run by test_tpu_compiler.py in a process of its own: torch_xla graphs on placeholder tensors, compiled for eight cores.
+
+Argument: which graph. Prints JSON: names of the kernels in the compiled HLO and of the operations in its metadata, aliased
+bytes, what the states take, and how often each is copied.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+
+import jax
+import torch
+import torch_xla.core.xla_builder as xla_builder
+import torch_xla.runtime as xr
+from jax.experimental import pallas as pl
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from custom_ops.bridge import JaxOp, lowering_for
+from custom_ops.gated_delta_net import GatedDeltaNetShape
+from custom_ops.tpu_compiler import compile_graph
+
+MESH = AbstractMesh((4, 2), ("chip", "core"))
+SPLIT, WHOLE = PartitionSpec(("chip", "core")), PartitionSpec()
+SHAPE = GatedDeltaNetShape(16, 64, 128, 128)
+HLO_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+
+def state_update(rows, state):
+    """rows [n, width], state [n, 16, width] in place: a kernel that needs no operation of ours."""
+
+    def kernel(rows_ref, state_ref, sum_ref, out_ref):
+        out_ref[...] = state_ref[...] * 0.5 + rows_ref[...][:, None]
+        sum_ref[...] = out_ref[...].sum(1)
+
+    blocks = [pl.BlockSpec((8, 128), lambda i: (i, 0)), pl.BlockSpec((8, 16, 128), lambda i: (i, 0, 0))]
+    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (rows, state)]
+    call = pl.pallas_call(
+        kernel, name="state_update", grid=(rows.shape[0] // 8,), in_specs=blocks, out_specs=blocks, out_shape=shapes,
+        input_output_aliases={1: 1},
+    )  # fmt: skip
+    return call(rows, state)
+
+
+def placeholder(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return xla_builder.create_placeholder_tensor(shape, dtype)
+
+
+def toy():
+    """Two updates of one state after another, with PyTorch's work between them."""
+    rows, state = placeholder(8 * 64, 128), placeholder(8 * 64, 16, 128)
+    op = JaxOp("toy_update", state_update, (), MESH, (SPLIT, SPLIT), (SPLIT, SPLIT), donated=(1,))
+    sums, state_between = op(rows * 3, state)
+    return op(sums + 1, state_between), [rows, state], [SPLIT, SPLIT], {1: 1}
+
+
+def gated_delta_net(tokens: int, sequences: int, decode: bool):
+    from custom_ops.gated_delta_net.pallas_tpu import gated_delta_net as function
+
+    bfloat16, heads = torch.bfloat16, SHAPE.value_heads
+    inputs = [
+        placeholder(8 * tokens, SHAPE.channels, dtype=bfloat16),
+        *(placeholder(8 * tokens, heads) for _ in range(2)),
+        placeholder(4, SHAPE.channels, dtype=bfloat16),
+        *(placeholder(heads) for _ in range(2)),
+        *(placeholder(8 * sequences, dtype=torch.int32) for _ in range(4)),
+        placeholder(8 * sequences, 3, SHAPE.channels, dtype=bfloat16),
+        placeholder(8 * sequences, heads, SHAPE.key_dim, SHAPE.value_dim, dtype=bfloat16),
+    ]
+    specs = [SPLIT] * 3 + [WHOLE] * 3 + [SPLIT] * 6
+    static = (("shape", SHAPE), ("decode", decode))
+    op = JaxOp("gated_delta_net", function, static, MESH, tuple(specs), (SPLIT,) * 3, donated=(10, 11))
+    return op(*inputs), inputs, specs, {10: 1, 11: 2}
+
+
+GRAPHS = {
+    "toy": toy,
+    "decode": lambda: gated_delta_net(8, 8, True),
+    "prefill": lambda: gated_delta_net(1024, 8, False),
+}
+
+
+def main(graph: str) -> None:
+    xr.use_spmd()
+    with lowering_for("tpu"):
+        outputs, inputs, specs, donated = GRAPHS[graph]()
+    executable = compile_graph(outputs, inputs, specs, MESH, donated=donated)
+    hlo = executable.hlo_modules()[0].to_string()
+    copies, state_bytes = [], 0
+    for position in donated:
+        state = inputs[position]
+        local = (state.shape[0] // MESH.size, *state.shape[1:])
+        state_bytes += math.prod(local) * state.element_size()
+        shape = f"{HLO_DTYPES[state.dtype]}[{','.join(map(str, local))}]"
+        copies.append(len(re.findall(rf"= \(?{re.escape(shape)}\S* copy(?:-start)?\(", hlo)))
+    memory = executable.get_compiled_memory_stats()
+    answer = {
+        "kernels": re.findall(r"%(\S+) = .*custom_call_target=\"tpu_custom_call\"", hlo),
+        "operations": sorted(set(re.findall(r"op_name=\"[^\"]*jit\((\w+)\)", hlo))),
+        "aliased bytes": memory.alias_size_in_bytes,
+        "state bytes": state_bytes,
+        "copies": copies,
+    }
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
