@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from checkpoints import WHOLE, assert_same, load, published_state, random_checkpoint, unfuse, whole_config
+from safetensors.torch import load_file, save_file
 from support import dense_config, padded, random_rows, reference_logits, reference_of, save_random
 
 from torchqwen_tpu import ParallelConfig, Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
@@ -183,6 +184,20 @@ def test_head_of_a_dense_model(tmp_path, tied):
     torch.testing.assert_close(logits, reference_logits(reference, row), atol=1e-4, rtol=0)
     names = [name for name, _ in model.named_parameters()]
     assert ("lm_head.weight" in names) == (not tied) and len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["a copy", "another"])
+def test_head_in_the_file_of_a_tied_model(tmp_path, same):
+    """A copy of the embedding is not kept twice; another head is used, as in transformers."""
+    folder = save_random(dense_config(tie_word_embeddings=True), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * (1 if same else -1)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model = load(folder, dtype="float32")
+    (row,) = random_rows([7])
+    logits = model(**padded([row])).logits[0].cpu()
+    torch.testing.assert_close(logits, reference_logits(reference_of(folder), row), atol=1e-4, rtol=0)
+    assert (model.lm_head is None) == same
 
 
 def test_untied_head_that_is_missing(checkpoint, tmp_path, reads):

@@ -10,12 +10,14 @@ from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from torchqwen_tpu.checkpoint.files import WEIGHT_DTYPES, CheckpointError, CheckpointFiles
-from torchqwen_tpu.checkpoint.layout import to_device_form, to_published_form
+from torchqwen_tpu.checkpoint.layout import WeightLayout
 from torchqwen_tpu.checkpoint.names import Source, is_carried, parameter_of
-from torchqwen_tpu.ops import gated_delta_net_shape
+
+logger = logging.get_logger(__name__)
 
 KEEP_FP32 = ("linear_attn.A_log", "linear_attn.norm.weight")
 """Ends of the names of parameters that stay FP32 whatever the model's dtype: they steer the recurrent state."""
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 LISTED = 5
 """How many names an error lists."""
 
@@ -33,18 +35,41 @@ def load_parameters(
     Raises:
         CheckpointError: a parameter that nothing fills, a tensor that fills nothing, a shape or a dtype that does not fit.
     """
-    shape = gated_delta_net_shape(config)
-    parameters = {name: to_published_form(name, value, shape) for name, value in model.named_parameters()}
+    layout = WeightLayout(config)
+    names = [name for name, _ in model.named_parameters()]
+    parameters = {}
+    for name, value in model.named_parameters():
+        parameters |= layout.to_published(name, value)
     plan = match(files, parameters)
     total = sum(files.tensors[source.name].bytes for sources in plan.values() for source in sources)
     with tqdm(
         total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not logging.is_progress_bar_enabled()
     ) as bar:
-        for name, sources in plan.items():
+        for name in names:
             kept = torch.float32 if name.endswith(KEEP_FP32) else dtype
-            value = to_device_form(name, _assemble(files, parameters[name], sources, kept), shape)
+            parts = {}
+            for part in layout.parts(name):
+                parts[part] = _assemble(files, parameters[part], plan[part], kept)
+                bar.update(sum(files.tensors[source.name].bytes for source in plan[part]))
+            value = layout.to_device(name, parts)
             _replace(model, name, nn.Parameter(place(name, value.contiguous()), requires_grad=False))
-            bar.update(sum(files.tensors[source.name].bytes for source in sources))
+
+
+def is_head_tied(files: CheckpointFiles, config) -> bool:
+    """Whether the embedding serves as language-model head: what the configuration says, unless the files hold another head."""
+    head = files.tensors.get(HEAD)
+    if head is None:
+        return config.tie_word_embeddings or config.get_text_config().tie_word_embeddings
+    if not config.get_text_config().tie_word_embeddings:
+        return False
+    embedding = next((name for name in files.tensors if parameter_of(name)[0] == EMBEDDING), None)
+    if embedding is None or torch.equal(files.read(HEAD), files.read(embedding)):
+        return True
+    logger.warning(
+        f"config.json of {files.folder} says tie_word_embeddings, and the files hold an {HEAD} that differs from the embedding: "
+        "it is used; set tie_word_embeddings to false to silence this"
+    )
+    return False
 
 
 def match(files: CheckpointFiles, parameters: dict[str, torch.Tensor]) -> dict[str, list[Source]]:
@@ -61,7 +86,7 @@ def match(files: CheckpointFiles, parameters: dict[str, torch.Tensor]) -> dict[s
         parameter, source = parameter_of(name)
         if parameter in plan:
             plan[parameter].append(source)
-        elif not (parameter == "lm_head.weight" and "model.embed_tokens.weight" in plan):  # a copy of tied embeddings
+        elif not (parameter == HEAD and EMBEDDING in plan):  # a copy of tied embeddings
             unexpected.append(name)
     problems = []
     if missing := [name for name, sources in plan.items() if not sources]:

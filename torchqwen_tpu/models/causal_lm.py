@@ -18,16 +18,16 @@ from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5Moe
 
 from torchqwen_tpu.cache import CacheLayout, HybridCache
 from torchqwen_tpu.checkpoint.files import CheckpointFiles
-from torchqwen_tpu.checkpoint.layout import to_device_form, to_published_form
+from torchqwen_tpu.checkpoint.layout import WeightLayout
 from torchqwen_tpu.checkpoint.names import published_name
-from torchqwen_tpu.checkpoint.reader import load_parameters
+from torchqwen_tpu.checkpoint.reader import is_head_tied, load_parameters
 from torchqwen_tpu.checkpoint.resolve import check_family, load_config, load_generation_config, resolve_folder
 from torchqwen_tpu.checkpoint.writer import carried_tensors, save_weights
 from torchqwen_tpu.config import ParallelConfig, RuntimeConfig
 from torchqwen_tpu.inputs import check_embeddings, check_ids, columns_of, limit_of
 from torchqwen_tpu.models.layers import Linear
 from torchqwen_tpu.models.qwen3_5 import TextModel
-from torchqwen_tpu.ops import Operations, gated_delta_net_shape
+from torchqwen_tpu.ops import Operations
 from torchqwen_tpu.parallel import build_mesh
 from torchqwen_tpu.parallel.mesh import DeviceMesh
 from torchqwen_tpu.runtime.generation import Generation
@@ -104,11 +104,10 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
         if getattr(config, "quantization_config", None):
             raise ValueError(f"{folder} is quantized, and only BF16, F16 and F32 checkpoints can be read; use the BF16 one")
         dtype = _resolve_dtype(dtype, config)
+        files = CheckpointFiles(folder)
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = is_head_tied(files, config)
         with torch.device("meta"):
             model = cls(config)
-        files = CheckpointFiles(folder)
-        if "lm_head.weight" not in files.tensors and getattr(config, "tie_word_embeddings", False):
-            model.lm_head = None
         mesh = build_mesh(parallel)
         _check_divisible(model.config, mesh)
         load_parameters(files, model, model.config, dtype, lambda name, value: _place(mesh, name, value))
@@ -172,7 +171,7 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
         Returns: loss, logits [batch, columns, vocabulary], cache, hidden_states (embeddings, then every layer's output,
             the last after the final norm). Tensors lie on the model's device.
         """
-        steps = self._loaded()
+        steps = self.steps
         _refuse_unknown(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass either input_ids or inputs_embeds")
@@ -206,7 +205,9 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
         output = self.output_type(loss=loss, logits=logits, cache=cache if use_cache else None, hidden_states=hidden_states)
         return output if return_dict is None or return_dict else output.to_tuple()
 
-    def _loaded(self) -> Steps:
+    @property
+    def steps(self) -> Steps:
+        """The compiled steps of a loaded model."""
         if self._steps is None:
             raise RuntimeError(f"{type(self).__name__} has no weights; make it with from_pretrained")
         return self._steps
@@ -233,22 +234,25 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
         configuration is saved) are copied from it.
         transformers loads the folder with the same logits.
         """
-        self._loaded()
+        self.steps  # noqa: B018, a model without weights is refused here
         _refuse_unknown({**kwargs, "push_to_hub": push_to_hub} if push_to_hub else kwargs)
         folder = Path(save_directory)
         if folder.is_file():
             raise ValueError(f"{folder} is a file; pass a folder")
         folder.mkdir(parents=True, exist_ok=True)
         whole = self.checkpoint_config is not self.config and self.checkpoint_config.model_type != self.config.model_type
-        shape = gated_delta_net_shape(self.config)
-        parameters = {published_name(name, whole): (name, value) for name, value in self.named_parameters()}
-        tensors = {name: to_published_form(own, value.to("meta"), shape) for name, (own, value) in parameters.items()}
+        layout = WeightLayout(self.config)
+        tensors, holders = {}, {}
+        for own, value in self.named_parameters():
+            for part, tensor in layout.to_published(own, value.to("meta")).items():
+                name = published_name(part, whole)
+                tensors[name], holders[name] = tensor, (own, value, part)
         tensors |= carried_tensors(self._files, vision=whole)
 
         def read(name: str) -> torch.Tensor:
-            if name in parameters:
-                own, value = parameters[name]
-                return to_published_form(own, value.cpu(), shape)
+            if name in holders:
+                own, value, part = holders[name]
+                return layout.to_published(own, value.cpu())[part]
             return self._files.read(name)
 
         save_weights(folder, tensors, read, max_shard_size)
@@ -271,17 +275,27 @@ class Qwen3_5ForCausalLM(CausalLM):
 
 def _publish(model: CausalLM, state: dict, prefix: str, metadata: dict) -> None:
     """Hook: `state_dict()` speaks the published form."""
-    shape = gated_delta_net_shape(model.config)
+    layout = WeightLayout(model.config)
     for name, _ in model.named_parameters():
-        state[prefix + name] = to_published_form(name, state[prefix + name], shape)
+        published = layout.to_published(name, state.pop(prefix + name))
+        state.update({prefix + part: tensor for part, tensor in published.items()})
 
 
-def _unpublish(model: CausalLM, state: dict, prefix: str, *unused) -> None:
-    """Hook: `load_state_dict()` takes the published form."""
-    shape = gated_delta_net_shape(model.config)
-    for name, _ in model.named_parameters():
-        if prefix + name in state:
-            state[prefix + name] = to_device_form(name, state[prefix + name], shape)
+def _unpublish(model: CausalLM, state: dict, prefix: str, metadata, strict: bool, missing, unexpected, errors: list) -> None:
+    """Hook: `load_state_dict()` takes the published form. Parameters of which a part does not fit keep their values."""
+    layout = WeightLayout(model.config)
+    for name, value in model.named_parameters():
+        parts = {}
+        for part, wanted in layout.to_published(name, value.to("meta")).items():
+            given = state.pop(prefix + part, None)
+            if given is None:
+                missing.append(prefix + part)
+            elif given.shape != wanted.shape:
+                errors.append(f"{prefix + part} has shape {list(given.shape)}, the model {list(wanted.shape)}")
+            else:
+                parts[part] = given
+        complete = len(parts) == len(layout.parts(name))
+        state[prefix + name] = layout.to_device(name, parts) if complete else value
 
 
 def _padded(selected: Selected, rows: torch.Tensor, columns, keep: np.ndarray) -> torch.Tensor:

@@ -54,17 +54,17 @@ class Linear(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(act(gate(x)) · up(x))"""
+    """down(act(gate(x)) · up(x)), gate and up as one matrix on the device."""
 
     def __init__(self, config, width: int):
         super().__init__()
-        self.gate_proj = Linear(config.hidden_size, width)
-        self.up_proj = Linear(config.hidden_size, width)
+        self.gate_up_proj = Linear(config.hidden_size, 2 * width)
         self.down_proj = Linear(width, config.hidden_size)
         self.activation = ACT2FN[config.hidden_act]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(self.activation(gate) * up)
 
 
 class RotaryEmbedding(nn.Module):

@@ -11,13 +11,19 @@ from torchqwen_tpu.ops import Operations
 
 
 class Router(Linear):
-    """Logits of all experts, FP32 unless `round_router` asks for the model's dtype."""
+    """Logits of all experts and of the shared expert's gate, FP32 unless `round_router` asks for the model's dtype.
+
+    (`state_dict()` and checkpoints hold `gate` and `shared_expert_gate`.)
+    """
 
     def __init__(self, config):
-        super().__init__(config.hidden_size, config.num_experts)
+        self.experts = config.num_experts
+        super().__init__(config.hidden_size, self.experts + 1)
 
-    def forward(self, hidden: torch.Tensor, rounded: bool) -> torch.Tensor:
-        return super().forward(hidden).float() if rounded else super().forward(hidden.float())
+    def forward(self, hidden: torch.Tensor, rounded: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden [tokens, hidden size] → [tokens, experts], [tokens, 1], both float32."""
+        logits = super().forward(hidden).float() if rounded else super().forward(hidden.float())
+        return logits[:, : self.experts], logits[:, self.experts :]
 
 
 class Experts(nn.Module):
@@ -34,15 +40,14 @@ class SparseMoeBlock(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.top_k = config.num_experts_per_tok
-        self.gate = Router(config)
+        self.router = Router(config)
         self.experts = Experts(config)
         self.shared_expert = MLP(config, config.shared_expert_intermediate_size)
-        self.shared_expert_gate = Linear(config.hidden_size, 1)
 
     def forward(self, hidden: torch.Tensor, batch: RaggedBatch, ops: Operations) -> torch.Tensor:
         """[tokens, hidden size] → the same."""
-        logits = self.gate(hidden, ops.round_router)
+        logits, shared_gate = self.router(hidden, ops.round_router)
         routed = ops.experts(
             hidden, logits, batch.valid, self.experts.gate_up_proj, self.experts.down_proj, top_k=self.top_k
         )
-        return routed + torch.sigmoid(self.shared_expert_gate(hidden)) * self.shared_expert(hidden)
+        return routed + torch.sigmoid(shared_gate).to(hidden.dtype) * self.shared_expert(hidden)
