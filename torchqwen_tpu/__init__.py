@@ -3,6 +3,7 @@
 from torchqwen_tpu.auto import AutoModelForCausalLM, register
 from torchqwen_tpu.cache import HybridCache
 from torchqwen_tpu.config import ParallelConfig, RuntimeConfig
+from torchqwen_tpu.evaluation import score
 from torchqwen_tpu.models.causal_lm import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 
 __version__ = "0.1.0"
@@ -15,4 +16,5 @@ __all__ = [
     "Qwen3_5MoeForCausalLM",
     "RuntimeConfig",
     "register",
+    "score",
 ]

@@ -1,4 +1,4 @@
-"""Command line: `torchqwen-tpu generate | chat | bench`. Results go to stdout, progress and errors to stderr."""
+"""Command line: `torchqwen-tpu generate | chat | evaluate | bench`. Results go to stdout, progress and errors to stderr."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
 
@@ -15,6 +16,7 @@ from torchqwen_tpu.benchmark import PEERS, Sizes, format_table, measure
 from torchqwen_tpu.chat import Conversation
 from torchqwen_tpu.checkpoint.resolve import load_config, resolve_folder
 from torchqwen_tpu.config import LAYOUTS, ParallelConfig
+from torchqwen_tpu.evaluation.command import check_tasks, evaluate, format_results, write_results
 from torchqwen_tpu.models.causal_lm import CausalLM
 
 BAD_INPUT = 2
@@ -74,6 +76,19 @@ def _lines() -> Iterator[str]:
             yield line
 
 
+def _evaluate(arguments: argparse.Namespace) -> None:
+    tokenizer = _tokenizer(arguments)
+    check_tasks(arguments.tasks, arguments.include_path)
+    results = evaluate(
+        _model(arguments), tokenizer, arguments.tasks,
+        include_path=arguments.include_path, num_fewshot=arguments.num_fewshot, batch_size=arguments.batch_size,
+        limit=arguments.limit, max_length=arguments.max_length, log_samples=arguments.log_samples,
+    )  # fmt: skip
+    if arguments.output:
+        write_results(results, Path(arguments.output))
+    print(format_results(results))
+
+
 def _bench(arguments: argparse.Namespace) -> None:
     folder = resolve_folder(arguments.model)
     load_config(folder)
@@ -127,6 +142,10 @@ def _positive_list(text: str) -> list[int]:
     return [_positive(part) for part in text.split(",")]
 
 
+def _positive_or_auto(text: str) -> int | str:
+    return text if text == "auto" else _positive(text)
+
+
 def _common(dtype: str) -> argparse.ArgumentParser:
     """Arguments of every command."""
     common = argparse.ArgumentParser(add_help=False)
@@ -166,6 +185,23 @@ def _parser() -> argparse.ArgumentParser:
         "chat", parents=[_common("auto"), decoding], help="talk to a model, a line a turn, up to /exit"
     )
     chat.set_defaults(run=_chat)
+
+    evaluation = commands.add_parser(
+        "evaluate", parents=[_common("auto")], help="run tasks of lm-eval",
+        description="Runs tasks of lm-eval and prints its table. With --dtype float32 every score is what one request at a "
+        "time gives in float32.",
+    )  # fmt: skip
+    evaluation.add_argument("--tasks", required=True, type=lambda text: text.split(","), metavar="T,T", help="names of tasks")
+    evaluation.add_argument("--include-path", metavar="D", help="folder of further task files")
+    evaluation.add_argument("--num-fewshot", type=_count, metavar="N", help="examples in the prompt (default: the task's)")
+    evaluation.add_argument(
+        "--batch-size", type=_positive_or_auto, default="auto", metavar="N", help="sequences at once, a core that owns requests"
+    )
+    evaluation.add_argument("--limit", type=_positive, metavar="N", help="take only the first N documents of each task")
+    evaluation.add_argument("--max-length", type=_positive, metavar="N", help="longest input (default: the model's limit)")
+    evaluation.add_argument("--output", metavar="F", help="also write everything to this JSON file")
+    evaluation.add_argument("--log-samples", action="store_true", help="with --output: every document's result too")
+    evaluation.set_defaults(run=_evaluate)
 
     bench = commands.add_parser(
         "bench", parents=[_common("float32")], help="measure greedy generation and prefill",

@@ -108,7 +108,7 @@ class Generation:
         Raises:
             ValueError: bad input, or something that is not supported, with what to use instead.
         """
-        self._loaded()
+        self.steps  # noqa: B018, a model without weights is refused here
         _refuse_unsupported(kwargs, generation_config if generation_config is not None else self.generation_config)
         if "past_key_values" in kwargs:
             kwargs["cache"] = kwargs.pop("past_key_values")
@@ -248,7 +248,7 @@ class _DecodeLoop:
         return logits
 
     def _extend(self, rows: list[Row], embeddings: torch.Tensor | None = None) -> torch.Tensor:
-        selected = extend(self.model._loaded(), self.cache, rows, embeddings)
+        selected = extend(self.model.steps, self.cache, rows, embeddings)
         logits = torch.cat([self.cache.layout.mesh.get(step).float() for step in selected.steps])
         result = torch.zeros(self.batch, logits.shape[1])
         for number, place in enumerate(selected.place):
@@ -294,7 +294,7 @@ class _DecodeLoop:
 
     def decode_on_device(self) -> None:
         """Generate up to the end, `decode_steps` tokens at a time; the host only reads what comes out."""
-        cache, parameters, steps = self.cache, self.parameters, self.model._loaded()
+        cache, parameters, steps = self.cache, self.parameters, self.model.steps
         cache.reserve(self.config.max_length)
         ranks, rows = cache.layout.mesh.ranks, cache.shape.rows
         shape = DecodeShape(cache.shape, parameters.candidates(self.model.vocab_size))

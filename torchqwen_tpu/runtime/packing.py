@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from custom_ops.gated_delta_net.metadata import check_metadata
 from torchqwen_tpu.batch import bucket
 from torchqwen_tpu.cache import HybridCache
 from torchqwen_tpu.runtime.step import ExtendShape, Steps
@@ -24,11 +25,13 @@ class Row:
         tokens: [n] ids; with embeddings, their rows in the embeddings.
         positions: [3, n]
         wanted: positions within `tokens`, ascending, whose logits are wanted.
+        targets: as many token ids to be scored at those positions, where scores are asked for.
     """
 
     tokens: np.ndarray
     positions: np.ndarray
     wanted: np.ndarray
+    targets: np.ndarray | None = None
 
 
 @dataclass
@@ -45,7 +48,7 @@ class Selected:
     """Results for the wanted tokens, where each step left them.
 
     Attributes:
-        steps: logits [n, vocabulary] of every step, on the device; `total` in all.
+        steps: logits [n, vocabulary] (or scores) of every step, on the device; `total` in all.
         hidden_states: per layer [total, hidden size], if asked for.
         place: per row, where its wanted tokens lie in `total`.
     """
@@ -61,7 +64,13 @@ class Selected:
 
 
 def extend(
-    steps: Steps, cache: HybridCache, rows: list[Row], embeddings: torch.Tensor | None = None, hidden_states: bool = False
+    steps: Steps,
+    cache: HybridCache,
+    rows: list[Row],
+    embeddings: torch.Tensor | None = None,
+    hidden_states: bool = False,
+    alternatives: int | None = None,
+    smallest_bucket: int = SMALLEST_BUCKET,
 ) -> Selected:
     """Take the rows' tokens into the cache, in as many steps as `prefill_chunk` asks for.
 
@@ -69,13 +78,15 @@ def extend(
         rows: one for each sequence of the cache; a row without tokens keeps its state.
         embeddings: [tokens, hidden size] on the host, instead of token ids.
         hidden_states: also return the input of every layer and the output of the last norm.
+        alternatives: return scores of the rows' `targets` in place of logits, each with that many alternatives.
+        smallest_bucket: fewest tokens that a step is compiled for.
     """
     cache.reserve(int(max(cache.lengths[i] + len(row.tokens) for i, row in enumerate(rows))))
     logits, layers = [], []
     place = [np.zeros(len(row.wanted), np.int64) for row in rows]
     total = 0
     for pieces in _plan(rows, cache, steps.runtime.prefill_chunk):
-        shape, values, selected = _pack(pieces, rows, cache, embeddings is not None, hidden_states)
+        shape, values, selected = _pack(pieces, rows, cache, embeddings is not None, hidden_states, alternatives, smallest_bucket)
         flat = None if embeddings is None else _pack_embeddings(embeddings, values["tokens"], steps)
         result, kept = steps.extend(shape, cache, shape.header.pack(cache.layout.mesh.ranks, **values), flat)
         logits.append(result)
@@ -116,17 +127,25 @@ def _plan(rows: list[Row], cache: HybridCache, budget: int) -> list[list[list[Pi
     return [[queue[number] if number < len(queue) else [] for queue in queues] for number in range(count)]
 
 
-def _pack(pieces: list[list[Piece]], rows: list[Row], cache: HybridCache, embeddings: bool, hidden_states: bool):
+def _pack(
+    pieces: list[list[Piece]],
+    rows: list[Row],
+    cache: HybridCache,
+    embeddings: bool,
+    hidden_states: bool,
+    alternatives: int | None,
+    smallest: int,
+):
     """Shape and header values of one step, and (row, number, place) of the wanted tokens in it."""
     ranks, per_rank = len(pieces), cache.shape.rows
     decode = all(piece.last - piece.first == 1 for rank in pieces for piece in rank)
     wanted = [
         [(piece, number) for piece in rank for number in _wanted_in(rows[piece.row], piece)] for rank in pieces
     ]
-    tokens = per_rank if decode else bucket(max(sum(p.last - p.first for p in rank) for rank in pieces), SMALLEST_BUCKET)
+    tokens = per_rank if decode else bucket(max(sum(p.last - p.first for p in rank) for rank in pieces), smallest)
     most = max(len(rank) for rank in wanted)
-    selected = per_rank if most <= per_rank else bucket(most, SMALLEST_BUCKET)
-    shape = ExtendShape(tokens, selected, cache.shape, decode, embeddings, hidden_states)
+    selected = per_rank if most <= per_rank else bucket(most, smallest)
+    shape = ExtendShape(tokens, selected, cache.shape, decode, embeddings, hidden_states, alternatives)
 
     values = {name: np.zeros((ranks, size), np.int32) for name, size in shape.header.fields}
     values["slot"][:] = np.arange(per_rank)
@@ -148,7 +167,12 @@ def _pack(pieces: list[list[Piece]], rows: list[Row], cache: HybridCache, embedd
             start += length
         for place, (piece, number) in enumerate(wanted[rank]):
             values["select"][rank, place] = starts[piece.row] + rows[piece.row].wanted[number]
+            if alternatives is not None:
+                values["target"][rank, place] = rows[piece.row].targets[number]
             places.append((piece.row, number, rank * selected + place))
+    fields = ("query_start", "query_length", "context_length", "slot")
+    for rank in range(ranks):  # kernels run without bounds checks
+        check_metadata(*(values[name][rank] for name in fields), tokens=tokens, slots=per_rank)
     return shape, values, places
 
 

@@ -30,6 +30,7 @@ class ExtendShape:
     """Sizes of an extend step, each a rank: tokens, rows whose logits are wanted, and the cache.
 
     decode: every sequence takes at most one token, and token i belongs to row i of the cache.
+    alternatives: None for logits; otherwise the scores of given tokens, with that many alternatives beside each.
     """
 
     tokens: int
@@ -38,10 +39,12 @@ class ExtendShape:
     decode: bool = False
     embeddings: bool = False
     hidden_states: bool = False
+    alternatives: int | None = None
 
     @property
     def header(self) -> Header:
         rows = self.cache.rows
+        targets = self.selected if self.alternatives is not None else 0
         return Header((
             ("tokens", self.tokens),
             ("positions", 3 * self.tokens),
@@ -51,6 +54,7 @@ class ExtendShape:
             ("slot", rows),
             ("page_table", rows * self.cache.pages),
             ("select", self.selected),
+            ("target", targets),
         ))  # fmt: skip
 
 
@@ -100,8 +104,9 @@ class Steps:
             header: [ranks, width] as `shape.header` packs it, on the host.
             embeddings: [ranks * tokens, hidden size] on the device, in place of token ids.
 
-        Returns: logits [ranks * selected, vocabulary], and the selected rows of every layer's input and of the last
-            norm's output if `shape` asks for them. The cache's states are replaced by the new ones.
+        Returns: logits [ranks * selected, vocabulary] (or scores, as `custom_ops.scoring` has them), and the selected rows of
+            every layer's input and of the last norm's output if `shape` asks for them. The cache's states are replaced by
+            the new ones.
         """
         inputs = [place_header(self.ops.mesh, header)]
         if embeddings is not None:
@@ -142,6 +147,11 @@ class Steps:
         modules = [module for module in (self.decoder, self.head) if module is not None]
         return [(id(tensor), tensor._version) for module in modules for tensor in module.parameters()]
 
+    def _scores(self, hidden: torch.Tensor, target: torch.Tensor, alternatives: int) -> torch.Tensor:
+        tied = self.head is None
+        head = self.decoder.embed_tokens.weight if tied else self.head.weight
+        return self.ops.target_scores(hidden, head, target.reshape(-1), tied=tied, top_k=alternatives)
+
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden, self.decoder.embed_tokens.weight) if self.head is None else self.head(hidden)
 
@@ -166,7 +176,8 @@ class Steps:
         layers = [self.ops.select(rows, select) for rows in output.layer_inputs]
         if shape.hidden_states:
             layers.append(hidden)
-        return [*_flat(output.states), self._logits(hidden), *layers]
+        result = self._logits(hidden) if shape.alternatives is None else self._scores(hidden, header["target"], shape.alternatives)
+        return [*_flat(output.states), result, *layers]
 
     def _trace_decode(self, shape: DecodeShape, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         header, rows = shape.header.unpack(tensors[0]), shape.cache.rows

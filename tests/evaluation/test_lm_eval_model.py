@@ -1,0 +1,68 @@
+"""The model in lm-eval: the numbers of lm-eval's own transformers model on the same requests."""
+
+from __future__ import annotations
+
+import pytest
+
+lm_eval = pytest.importorskip("lm_eval")
+
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+from torchqwen_tpu.evaluation.lm_eval_model import TorchQwenLM
+
+# Texts in which no router has a tie: where two experts are level up to rounding, transformers' own answer is arbitrary.
+TEXTS = ["import os\n", "def f(x):\n    return x + 1\n", "One day she found a stone that was as blue as the sky. "]
+
+
+def instances(kind: str, arguments) -> list[Instance]:
+    return [Instance(kind, {}, args, number) for number, args in enumerate(arguments)]
+
+
+@pytest.fixture(scope="module")
+def ours(tiny, tokenizer):
+    return TorchQwenLM(tiny, tokenizer=tokenizer, max_length=64)
+
+
+@pytest.fixture(scope="module")
+def theirs(tiny_reference, tokenizer):
+    return HFLM(tiny_reference, tokenizer=tokenizer, batch_size=1, max_length=64, device="cpu")
+
+
+def test_loglikelihood(ours, theirs):
+    requests = [(context, after) for context in ("", *TEXTS) for after in ("import sys\n", " = 1", "x" * 20)]
+    results = ours.loglikelihood(instances("loglikelihood", requests))
+    expected = theirs.loglikelihood(instances("loglikelihood", requests))
+    for (value, greedy), (expected_value, expected_greedy) in zip(results, expected, strict=True):
+        assert value == pytest.approx(expected_value, abs=1e-3) and greedy == expected_greedy
+
+
+def test_rolling_loglikelihood_goes_on_beyond_the_length(ours, theirs):
+    requests = [(text,) for text in (*TEXTS, "".join(TEXTS) * 3)]
+    results = ours.loglikelihood_rolling(instances("loglikelihood_rolling", requests))
+    expected = theirs.loglikelihood_rolling(instances("loglikelihood_rolling", requests))
+    assert results == pytest.approx(expected, abs=1e-3)
+
+
+def test_generate_until_is_generate(ours, theirs):
+    requests = [(text, {"until": ["\n\n"], "max_gen_toks": 12}) for text in TEXTS]
+    assert ours.generate_until(instances("generate_until", requests)) == theirs.generate_until(
+        instances("generate_until", requests)
+    )
+
+
+def test_long_contexts_lose_tokens_on_the_left_and_say_so(ours, theirs, caplog):
+    requests = [("".join(TEXTS) * 3, "import sys\n")]
+    ((value, _),) = ours.loglikelihood(instances("loglikelihood", requests))
+    assert "left" in caplog.text
+    ((expected, _),) = theirs.loglikelihood(instances("loglikelihood", requests))
+    assert value == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_continuation_beyond_the_length_is_refused(ours):
+    with pytest.raises(ValueError, match="max_length"):
+        ours.loglikelihood(instances("loglikelihood", [("a", "b c " * 100)]))
+
+
+def test_it_is_registered_by_name():
+    assert lm_eval.api.registry.get_model("torchqwen") is TorchQwenLM

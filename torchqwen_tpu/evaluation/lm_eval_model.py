@@ -1,0 +1,107 @@
+"""The model as lm-eval knows it: registered under the name `torchqwen`.
+
+lm-eval's own transformers model does tokenizing, windows, chat templates and post-processing; scoring is ours.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from torchqwen_tpu.auto import AutoModelForCausalLM
+from torchqwen_tpu.checkpoint.resolve import resolve_folder
+from torchqwen_tpu.config import ParallelConfig
+from torchqwen_tpu.evaluation.scoring import DEFAULT_BATCH, score_requests
+from torchqwen_tpu.models.causal_lm import CausalLM
+
+logger = logging.getLogger(__name__)
+
+
+@register_model("torchqwen")
+class TorchQwenLM(HFLM):
+    """Qwen 3.5 in lm-eval: `lm_eval --model torchqwen --model_args pretrained=PATH`, or `simple_evaluate(model=...)`.
+
+    Args:
+        pretrained: a folder, a hub id, or a model that `from_pretrained` made.
+        tokenizer: by default the checkpoint's.
+        dtype: of the weights, as `from_pretrained` takes it.
+        batch_size: sequences that are computed together, a data-parallel rank; "auto" takes a default.
+        max_length: longest input in tokens; by default the model's own limit. Longer ones lose tokens on the left.
+        chips, cores, layout: as in `ParallelConfig`.
+        kwargs: other arguments of lm-eval's `HFLM` that concern prompts: add_bos_token, prefix_token_id, truncation,
+            think_end_token, enable_thinking, chat_template_args.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | CausalLM,
+        tokenizer: str | PreTrainedTokenizerBase | None = None,
+        dtype: str | torch.dtype | None = "auto",
+        batch_size: int | str | None = DEFAULT_BATCH,
+        max_length: int | None = None,
+        chips: int | None = None,
+        cores: int | None = None,
+        layout: str = "dp",
+        device: str | None = None,
+        max_batch_size: int | None = None,
+        **kwargs,
+    ) -> None:
+        del device, max_batch_size  # lm-eval passes them to every model; the mesh and `batch_size` decide here
+        name = pretrained if isinstance(pretrained, str) else pretrained.name_or_path
+        if isinstance(pretrained, str):
+            parallel = ParallelConfig(chips, cores, layout)
+            pretrained = AutoModelForCausalLM.from_pretrained(pretrained, dtype=dtype, parallel=parallel)
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            tokenizer = AutoTokenizer.from_pretrained(resolve_folder(tokenizer or name))
+        rows = DEFAULT_BATCH if str(batch_size).startswith("auto") else int(batch_size or DEFAULT_BATCH)
+        super().__init__(
+            pretrained, backend="causal", tokenizer=tokenizer, batch_size=rows, max_length=max_length, **kwargs
+        )
+        self.pretrained = name
+        self._device = torch.device("cpu")  # inputs and results stay on the host; the model takes them from there
+
+    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+        """All windows of all requests at once, so that they share batches."""
+        windows, owners = [], []
+        for number, (text,) in enumerate(request.args for request in requests):
+            rolling = get_rolling_token_windows(
+                self.tok_encode(text), prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1
+            )
+            for window in map(make_disjoint_window, rolling):
+                windows.append((None, *window))
+                owners.append(number)
+        totals = [0.0] * len(requests)
+        for number, (logprob, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
+            totals[number] += logprob
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, override_bs: int | None = None):
+        """lm-eval's hook: (key, context, continuation) → (log-likelihood, whether greedy search gives it)."""
+        del override_bs
+        kept = [self._cut(list(context), list(continuation)) for _, context, continuation in requests]
+        scores = score_requests(self.model, kept, batch_size=self.batch_size, progress=not disable_tqdm)
+        results = []
+        for (key, _, _), scored in zip(requests, scores, strict=True):
+            results.append((float(scored.logprob.sum(dtype="float64")), scored.is_greedy))
+            if key is not None:  # rolling windows have none
+                self.cache_hook.add_partial("loglikelihood", key, results[-1])
+        return results
+
+    def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
+        """The last max_length + 1 tokens, as lm-eval cuts: the last one is scored and not read."""
+        if len(continuation) > self.max_length:
+            raise ValueError(
+                f"a continuation has {len(continuation)} tokens, and the longest input {self.max_length}; raise max_length"
+            )
+        excess = len(context) + len(continuation) - (self.max_length + 1)
+        if excess <= 0:
+            return context, continuation
+        logger.warning("%d tokens on the left of a request are left out: it exceeds the length of %d", excess, self.max_length)
+        return context[excess:], continuation
