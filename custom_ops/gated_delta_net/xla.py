@@ -45,18 +45,20 @@ def gated_delta_net(
         for part in (query, key, value, beta, g)
     )
     tiles = tile_sequences(query_start, query_length, tokens=qkv.shape[0], tile=CHUNK)
+    # Indices are unsigned and known to be in range: XLA need not wrap or check them in every iteration.
+    sequences, homes = tiles.sequence.astype(jnp.uint32), slot[tiles.sequence].astype(jnp.uint32)
+    starts = (tiles.start + tiles.offset).astype(jnp.uint32)
 
     def chunk(index, carry):
         output, pool, state = carry
-        sequence, offset = tiles.sequence[index], tiles.offset[index]
-        first, home = tiles.start[index] + offset, slot[sequence]
-        valid = tiles.valid[index]
+        sequence, offset, first, home = (_at(part, index) for part in (sequences, tiles.offset, starts, homes))
+        valid = _at(tiles.valid, index)
         # Rows beyond the sequence are zero in everything: they neither change the state nor let it decay.
         parts = [
             jnp.where(valid.reshape((1, CHUNK) + (1,) * (part.ndim - 2)), lax.dynamic_slice_in_dim(part, first, CHUNK, 1), 0)
             for part in (query, key, value, beta, g)
         ]
-        first_state = jnp.where(fresh[sequence], 0, pool[home]).astype(jnp.float32)
+        first_state = jnp.where(_at(fresh, sequence), 0, _at(pool, home)).astype(jnp.float32)
         state = jnp.where(offset == 0, first_state, state)
         rows, written, end_state = _chunk_rule(*parts, state, shape.group)
         if checkpoint_slot is not None:
@@ -64,12 +66,16 @@ def gated_delta_net(
             pool = _store_checkpoints(pool, jnp.where(valid, slots, -1), parts, written, state, shape.group)
         before = lax.dynamic_slice_in_dim(output, first, CHUNK, 1)
         output = lax.dynamic_update_slice_in_dim(output, jnp.where(valid[:, None], rows, before), first, 1)
-        return output, pool.at[home].set(end_state.astype(pool.dtype)), end_state
+        return output, lax.dynamic_update_index_in_dim(pool, end_state.astype(pool.dtype), home, 0), end_state
 
     # The running state stays FP32 from chunk to chunk, whatever the pool's dtype.
     carry = (jnp.zeros_like(value), recurrent_state, jnp.zeros(recurrent_state.shape[1:], jnp.float32))
-    output, recurrent_state, _ = lax.fori_loop(0, tiles.count, chunk, carry)
+    output, recurrent_state, _ = lax.fori_loop(jnp.uint32(0), tiles.count.astype(jnp.uint32), chunk, carry)
     return jnp.moveaxis(output[:, : qkv.shape[0]], 0, 1).astype(qkv.dtype), conv_state, recurrent_state
+
+
+def _at(array, index):
+    return lax.dynamic_index_in_dim(array, index, keepdims=False)
 
 
 def _convolve(inputs, conv_weight, window, query_start, query_length):
@@ -181,11 +187,11 @@ def unit_lower_inverse(strict_lower):
 
     def substitute(row, inverse):
         weights = lax.dynamic_index_in_dim(inner, row, inner.ndim - 2, keepdims=False)
-        value = (jnp.arange(block) == row) - jnp.einsum("...j,...jk->...k", weights, inverse)
+        value = (jnp.arange(block, dtype=row.dtype) == row) - jnp.einsum("...j,...jk->...k", weights, inverse)
         return lax.dynamic_update_index_in_dim(inverse, value, row, inner.ndim - 2)
 
     identity = jnp.broadcast_to(jnp.eye(block, dtype=inner.dtype), inner.shape)
-    inverse = lax.fori_loop(1, block, substitute, identity)
+    inverse = lax.fori_loop(jnp.uint32(1), jnp.uint32(block), substitute, identity)
     while block < strict_lower.shape[-1]:
         upper, lower = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
         below = _diagonal_blocks(strict_lower, 2 * block)[..., block:, :block]
