@@ -46,6 +46,10 @@ def test_help_names_the_commands(capsys):
         (["generate", "--prompt", "x"], "required: --model"),
         (["bench", "--model", "TINY", "--batch", "1,0"], "--batch: must be an integer of at least 1"),
         (["bench", "--model", "TINY", "--against", "nothing"], "--against: invalid choice"),
+        (["evaluate", "--model", "no/such/folder", "--tasks", "x"], "there is no folder no/such/folder"),
+        (["evaluate", "--model", "TINY", "--tasks", "no_such_task"], "no task no_such_task"),
+        (["evaluate", "--model", "TINY", "--tasks", "x", "--include-path", "no/such/folder"], "no folder no/such/folder"),
+        (["evaluate", "--model", "TINY", "--tasks", "x", "--batch-size", "many"], "--batch-size: must be an integer"),
         (["serve"], "invalid choice: 'serve'"),
         ([], "required: COMMAND"),
     ],
@@ -156,3 +160,18 @@ def test_bench_table():
         "                           torchqwen_tpu    transformers     ratio",
         "generate, batch 8                1,234.5           100.0    12.35x",
     ]
+
+
+def test_evaluate_prints_the_table_and_writes_the_results(tiny_folder, tmp_path, capsys):
+    documents = [{"context": "import", "choices": [" os\n", "zzzzz"], "label": 0}] * 3
+    (tmp_path / "lines.jsonl").write_text("\n".join(json.dumps(document) for document in documents))
+    (tmp_path / "lines.yaml").write_text(
+        f"task: lines\ndataset_path: json\ndataset_kwargs: {{data_files: {tmp_path / 'lines.jsonl'}}}\n"
+        "test_split: train\noutput_type: multiple_choice\ndoc_to_text: '{{context}}'\ndoc_to_choice: '{{choices}}'\n"
+        "doc_to_target: '{{label}}'\ntarget_delimiter: ''\nmetric_list: [{metric: acc}]\n"
+    )
+    arguments = ["--model", tiny_folder, "--tasks", "lines", "--include-path", tmp_path, "--limit", 2, "--log-samples"]
+    assert run("evaluate", *arguments, "--output", tmp_path / "out" / "results.json") == 0
+    assert "|lines" in capsys.readouterr().out
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["results"]["lines"]["acc,none"] == 1.0 and len(results["samples"]["lines"]) == 2
