@@ -79,11 +79,12 @@ def _compute(chunk: Chunk) -> None:
     def of_chunk(stage):
         return functools.partial(stage, chunk)
 
-    prepare_rows(chunk)
+    valid = chunk.valid(LANES)
+    prepare_rows(chunk, valid)
     chunk.together((key_heads, of_chunk(read_state)), (pairs, of_chunk(set_pair)), most=4)
     invert(chunk)
     chunk.loop(pairs, of_chunk(solve), 16)
-    chunk.loop(pairs, of_chunk(write_output), 16)
+    chunk.loop(pairs, functools.partial(write_output, chunk, valid), 16)
     chunk.loop(key_heads, of_chunk(update_state), 8)
 
 
@@ -110,7 +111,9 @@ def prefill(
         split = len(refs) - len(scratch)
         *arguments, _, _, out, new_conv_pool, new_state_pool = refs[:split]
         operands = Operands(*arguments, out, new_conv_pool, new_state_pool)
-        _kernel(Chunk(pl.program_id(0), shape, operands, Scratch(*refs[split:]), unroll=not interpret))
+        index = pl.program_id(0)
+        scalars_of_chunk = (ref[index] for ref in (operands.flags, operands.begin, operands.end))
+        _kernel(Chunk(index, *scalars_of_chunk, shape, operands, Scratch(*refs[split:]), unroll=not interpret))
 
     def of_chunk(size):
         return pl.BlockSpec((CHUNK, size), lambda t, block, *_: (block[t], 0))

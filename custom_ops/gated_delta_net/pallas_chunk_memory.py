@@ -124,9 +124,12 @@ def declare(shape: GatedDeltaNetShape, history: int, conv_dtype, state_dtype) ->
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """The chunk at hand."""
+    """The chunk at hand; its scalars are read once, not in every stage."""
 
     index: Any
+    flags: Any
+    begin: Any
+    end: Any
     shape: GatedDeltaNetShape
     operands: Operands
     scratch: Scratch
@@ -134,7 +137,7 @@ class Chunk:
     """Whether loops may be laid out for the compiler to interleave; the interpreter takes longer over them then."""
 
     def _has(self, flag: int):
-        return (self.operands.flags[self.index] & flag) != 0
+        return (self.flags & flag) != 0
 
     @property
     def is_first(self):
@@ -151,14 +154,6 @@ class Chunk:
     @property
     def opens(self):
         return self._has(OPENS)
-
-    @property
-    def begin(self):
-        return self.operands.begin[self.index]
-
-    @property
-    def end(self):
-        return self.operands.end[self.index]
 
     def valid(self, lanes: int):
         """Which rows of the block are the sequence's: [64, lanes]."""

@@ -27,11 +27,11 @@ def set_selectors(chunk: Chunk) -> None:
     chunk.loop(heads, fill, 2)
 
 
-def prepare_rows(chunk: Chunk) -> None:
-    """All that is known of the rows before the state is read."""
+def prepare_rows(chunk: Chunk, valid) -> None:
+    """All that is known of the rows before the state is read. valid: [64, 128], see `Chunk.valid`."""
     gates = _gates(chunk)
     chunk.together(
-        (chunk.shape.key_heads, functools.partial(_convolve_key_head, chunk)),
+        (chunk.shape.key_heads, functools.partial(_convolve_key_head, chunk, valid)),
         (chunk.shape.value_heads // 2, functools.partial(_spread_gates, chunk, gates)),
         most=4,
     )
@@ -63,26 +63,26 @@ def _spread_gates(chunk: Chunk, gates, p) -> None:
         chunk.scratch.total_column[2 * p + n], chunk.scratch.beta_column[2 * p + n] = both[:CHUNK, mine], both[CHUNK:, mine]
 
 
-def _convolve_key_head(chunk: Chunk, head) -> None:
+def _convolve_key_head(chunk: Chunk, valid, head) -> None:
     """The BF16 parts of a key head's k and q, which have norm 1 (q then 128^-1/2), k kᵀ and q kᵀ; its group's v."""
     scratch, group = chunk.scratch, chunk.shape.group
     first = head * (group + 2)
-    q, k = _convolve(chunk, first), _convolve(chunk, first + 1)
-    parts = split(jnp.concatenate([_normalized(k), _normalized(q) * LANES**-0.5]))
+    q, k = _convolve(chunk, valid, first), _convolve(chunk, valid, first + 1)
+    parts = split(jnp.concatenate([_normalized(k), _normalized(q, LANES**-0.5)]))
     scratch.keys[head, 0], scratch.keys[head, 1] = parts
     twice = [jnp.concatenate([x[:CHUNK], x[:CHUNK]]) for x in parts]
     left, right = jnp.concatenate([*parts, parts[0]], axis=1), jnp.concatenate([twice[0], *twice], axis=1)
     products = dot(left, right, ((1,), (1,)))
     scratch.key_products[head], scratch.query_products[head] = products[:CHUNK], products[CHUNK:]
     for h in range(group):
-        scratch.values[head * group + h] = _convolve(chunk, first + 2 + h)
+        scratch.values[head * group + h] = _convolve(chunk, valid, first + 2 + h)
 
 
-def _normalized(x):
-    return x * lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) + NORM_EPSILON)
+def _normalized(x, norm: float = 1.0):
+    return x * (lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) + NORM_EPSILON) * norm)
 
 
-def _convolve(chunk: Chunk, c):
+def _convolve(chunk: Chunk, valid, c):
     """SiLU of the convolution of the rows, channels 128 c and on: [64, 128]. Writes the window after the last row."""
     operands, scratch = chunk.operands, chunk.scratch
     inputs, weight = scratch.inputs, operands.conv_weight
@@ -92,7 +92,7 @@ def _convolve(chunk: Chunk, c):
     window = scratch.c_in[chunk.index & 1, :, lanes].astype(jnp.float32)
     before = jnp.where(chunk.is_first, window, inputs[c, AHEAD + CHUNK - history :])
     inputs[c, :AHEAD] = jnp.zeros((AHEAD, LANES), jnp.float32)
-    inputs[c, AHEAD:] = jnp.where(chunk.valid(LANES), operands.qkv[:, lanes].astype(jnp.float32), 0)
+    inputs[c, AHEAD:] = jnp.where(valid, operands.qkv[:, lanes].astype(jnp.float32), 0)
     inputs[c, pl.ds(chunk.begin + AHEAD - history, history)] = before
     y = inputs[c, AHEAD:] * weight[history : history + 1, lanes]
     for e in range(history):

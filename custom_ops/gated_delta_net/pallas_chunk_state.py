@@ -35,14 +35,14 @@ def solve(chunk: Chunk, p) -> None:
     scratch.change[2 * p], scratch.change[2 * p + 1] = new[:, :LANES], new[:, LANES:]
 
 
-def write_output(chunk: Chunk, p) -> None:
+def write_output(chunk: Chunk, valid, p) -> None:
     """The outputs of a pair; rows of other sequences stay, or are cleared by the block's first chunk."""
     scratch, out = chunk.scratch, chunk.operands.out
     new = product((scratch.attend[p, 0], scratch.attend[p, 1]), _values_of_pair(chunk, p))
     new += jnp.concatenate([scratch.read[2 * p], scratch.read[2 * p + 1]], axis=1)
     lanes = pl.ds(pl.multiple_of(2 * p * LANES, 2 * LANES), 2 * LANES)
     before = jnp.where(chunk.opens, jnp.zeros_like(new), out[:, lanes].astype(jnp.float32))
-    out[:, lanes] = jnp.where(chunk.valid(2 * LANES), new, before).astype(out.dtype)
+    out[:, lanes] = jnp.where(jnp.concatenate([valid, valid], axis=1), new, before).astype(out.dtype)
 
 
 def _values_of_pair(chunk: Chunk, p):

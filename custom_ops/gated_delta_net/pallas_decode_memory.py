@@ -53,13 +53,14 @@ class Layout:
         """Rows of a sequence under the convolution."""
         return self.history + self.tokens
 
-    # Rows of an item in `parts` and in `values`: odd, so that a store with this stride meets all banks of the memory.
     @property
     def part_rows(self) -> int:
-        return 4 * self.shape.key_heads + 1
+        """Rows of a key head in `parts`, four for each item: odd, so that those of an item meet all banks of the memory."""
+        return 4 * self.items + 1
 
     @property
     def value_rows(self) -> int:
+        """Rows of an item in `values`, odd for the same reason."""
         return self.shape.value_heads + 1
 
 
@@ -122,7 +123,7 @@ def declare(layout: Layout, conv_dtype, state_dtype) -> Scratch:
         # By 128 channels: each sequence's window and rows, one after the other.
         window=memory(channels // LANES, TILE * layout.span, LANES),
         # By item: top half and rest of k of all key heads, then of q; v; q·k; exp(g) and beta, over all lanes.
-        parts=memory(items * layout.part_rows, LANES),
+        parts=memory(shape.key_heads * layout.part_rows, LANES),
         values=memory(items * layout.value_rows, LANES),
         product=memory(items * layout.value_rows, LANES),
         growth=memory(items * value_heads, LANES),

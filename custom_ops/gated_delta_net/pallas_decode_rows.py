@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -18,14 +16,7 @@ LEAST = 1e-30
 NORM_EPSILON = 1e-6
 
 
-def prepare(tile: Tile) -> None:
-    """Everything of the tile that needs no state."""
-    _clear_new_windows(tile)
-    _spread_gates(tile)
-    tile.each(0, tile.layout.shape.key_heads, functools.partial(_convolve_key_head, tile))
-
-
-def _clear_new_windows(tile: Tile) -> None:
+def clear_new_windows(tile: Tile) -> None:
     """A sequence that begins has zeros before its first row, whatever its slot holds."""
     windows = tile.scratch.c_in
 
@@ -36,7 +27,7 @@ def _clear_new_windows(tile: Tile) -> None:
             windows[tile.parity, s] = jnp.zeros(windows.shape[2:], windows.dtype)
 
 
-def _spread_gates(tile: Tile) -> None:
+def spread_gates(tile: Tile) -> None:
     """exp(g) and beta of every item and value head as rows of 128 equal lanes."""
     layout, operands, scratch = tile.layout, tile.operands, tile.scratch
     # One exact product turns gates, copies them over all lanes and sorts them by sequence: [heads, sequences * lanes].
@@ -52,26 +43,25 @@ def _spread_gates(tile: Tile) -> None:
                 gates[pl.ds((s * layout.tokens + j) * heads, heads)] = copies[:, s * LANES : (s + 1) * LANES]
 
 
-def _convolve_key_head(tile: Tile, head) -> None:
+def convolve_key_head(tile: Tile, head) -> None:
     """Of every item and a key head: the BF16 parts of k and q, which have norm 1 (q then 128^-1/2), and q·k; its group's v."""
     layout, scratch = tile.layout, tile.scratch
-    key_heads, group, tokens = layout.shape.key_heads, layout.shape.group, layout.tokens
+    group, tokens = layout.shape.group, layout.tokens
     first = head * (group + 2)  # of its 128 channels: q, k, and a group of v
     for j in range(tokens):
         q, k = (_convolve(tile, c, j) for c in (first, first + 1))
-        q, k = _normalized(q) * LANES**-0.5, _normalized(k)
+        q, k = _normalized(q, LANES**-0.5), _normalized(k)
         q_dot_k = jnp.broadcast_to(jnp.sum(q * k, axis=1, keepdims=True), (TILE, LANES))
         for part, value in enumerate((top_half(k), k - top_half(k), top_half(q), q - top_half(q))):
-            row = j * layout.part_rows + part * key_heads + head
-            scratch.parts[pl.ds(row, TILE, stride=layout.part_rows * tokens)] = value
+            scratch.parts[pl.ds(head * layout.part_rows + 4 * j + part, TILE, stride=4 * tokens)] = value
         for h in range(group):
             rows = pl.ds(j * layout.value_rows + head * group + h, TILE, stride=layout.value_rows * tokens)
             scratch.product[rows] = q_dot_k
             scratch.values[rows] = _convolve(tile, first + 2 + h, j)
 
 
-def _normalized(x):
-    return x * lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) + NORM_EPSILON)
+def _normalized(x, norm: float = 1.0):
+    return x * (lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) + NORM_EPSILON) * norm)
 
 
 def _convolve(tile: Tile, c, token: int):

@@ -36,8 +36,7 @@ def read_state(tile: Tile, item, ring, head) -> None:
 
 def _keys_and_queries(tile: Tile, item, head):
     """Top and rest of a key head's k, then of its q: [4, 128]."""
-    rows = pl.ds(item * tile.layout.part_rows + head, 4, stride=tile.layout.shape.key_heads)
-    return tile.scratch.parts[rows].astype(jnp.bfloat16)
+    return tile.scratch.parts[pl.ds(head * tile.layout.part_rows + 4 * item, 4)].astype(jnp.bfloat16)
 
 
 def apply_delta_rule(tile: Tile, item, sequence, token) -> None:
@@ -64,8 +63,8 @@ def apply_delta_rule(tile: Tile, item, sequence, token) -> None:
 
 def spread_keys(tile: Tile, item) -> None:
     """k as a column copied over all lanes, for the heads that are updated by vectors."""
-    key_heads, count = tile.layout.shape.key_heads, tile.layout.by_vectors
-    top, rest = (tile.scratch.parts[pl.ds(item * tile.layout.part_rows + part * key_heads, count)] for part in range(2))
+    count, stride = tile.layout.by_vectors, tile.layout.part_rows
+    top, rest = (tile.scratch.parts[pl.ds(4 * item + part, count, stride=stride)] for part in range(2))
     turned = (top + rest).T
     for head in range(count):
         tile.scratch.columns[head] = jnp.broadcast_to(turned[:, head : head + 1], (LANES, LANES))
