@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
@@ -11,6 +12,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 from pathlib import Path
 
+import jax
 import pytest
 import torch
 import transformers
@@ -26,6 +28,15 @@ night. """
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_by_jax_is_released():
+    """What a module compiled with JAX goes with it: a process may map only so many pieces of memory (65,530 by default on
+    Linux), every compiled function takes some, and XLA crashes beyond."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
