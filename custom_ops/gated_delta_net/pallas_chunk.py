@@ -22,13 +22,13 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from custom_ops.gated_delta_net.pallas_chunk_copies import START, WAIT, begin_sequence, drain, end_sequence, load
 from custom_ops.gated_delta_net.pallas_chunk_memory import Chunk, Operands, Scratch, declare
 from custom_ops.gated_delta_net.pallas_chunk_rows import prepare_rows, set_selectors
 from custom_ops.gated_delta_net.pallas_chunk_state import read_state, solve, update_state, write_output
 from custom_ops.gated_delta_net.pallas_chunk_triangle import invert, set_copiers, set_pair
+from custom_ops.gated_delta_net.pallas_launch import launch
 from custom_ops.gated_delta_net.shapes import GatedDeltaNetShape
 from custom_ops.gated_delta_net.tiling import CHUNK, LANES, chunk_table
 
@@ -102,8 +102,7 @@ def prefill(
     Returns:
         [tokens, value heads * 128], zero in rows of no sequence, and the pools.
     """
-    tokens, channels = qkv.shape
-    value_heads = shape.value_heads
+    tokens, value_heads = len(qkv), shape.value_heads
     count, *scalars = chunk_table(start, length, fresh, slot, tokens)
     scratch = declare(shape, conv_weight.shape[0] - 1, conv_pool.dtype, state_pool.dtype)
 
@@ -115,37 +114,11 @@ def prefill(
         scalars_of_chunk = (ref[index] for ref in (operands.flags, operands.begin, operands.end))
         _kernel(Chunk(index, *scalars_of_chunk, shape, operands, Scratch(*refs[split:]), unroll=not interpret))
 
-    def of_chunk(size):
-        return pl.BlockSpec((CHUNK, size), lambda t, block, *_: (block[t], 0))
+    def of_chunk(array):
+        return pl.BlockSpec((CHUNK, *array.shape[1:]), lambda t, block, *_: (block[t], 0))
 
-    def whole(array):
-        return pl.BlockSpec(array.shape, lambda t, *_: (0, 0))
-
-    a_log, dt_bias = a_log[None], dt_bias[None]
-    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    return pl.pallas_call(
-        kernel,
-        name="gated_delta_net_chunk",
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
-            grid=(count,),
-            in_specs=[
-                of_chunk(channels), of_chunk(value_heads), of_chunk(value_heads),
-                whole(conv_weight), whole(a_log), whole(dt_bias), in_hbm, in_hbm,
-            ],
-            out_specs=[of_chunk(value_heads * LANES), in_hbm, in_hbm],
-            scratch_shapes=list(scratch),
-        ),
-        out_shape=[
-            jax.ShapeDtypeStruct((tokens, value_heads * LANES), qkv.dtype),
-            jax.ShapeDtypeStruct(conv_pool.shape, conv_pool.dtype),
-            jax.ShapeDtypeStruct(state_pool.shape, state_pool.dtype),
-        ],
-        input_output_aliases={len(scalars) + 6: 1, len(scalars) + 7: 2},
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",),
-            vmem_limit_bytes=62 * 2**20,
-            disable_bounds_checks=True,  # slots are checked on the host
-        ),
-        interpret=interpret,
-    )(*scalars, qkv, b, a, conv_weight, a_log, dt_bias, conv_pool, state_pool)
+    return launch(
+        kernel, "gated_delta_net_chunk", scalars, (qkv, b, a), (conv_weight, a_log, dt_bias), (conv_pool, state_pool),
+        steps=count, of_rows=of_chunk, output=jax.ShapeDtypeStruct((tokens, value_heads * LANES), qkv.dtype),
+        scratch=scratch, vmem_bytes=62 * 2**20, interpret=interpret,
+    )  # fmt: skip

@@ -27,7 +27,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from custom_ops.gated_delta_net.pallas_decode_copies import (
     START,
@@ -49,6 +48,7 @@ from custom_ops.gated_delta_net.pallas_decode_state import (
     update_by_products,
     update_by_vectors,
 )
+from custom_ops.gated_delta_net.pallas_launch import launch
 from custom_ops.gated_delta_net.shapes import GatedDeltaNetShape
 from custom_ops.gated_delta_net.tiling import LANES
 
@@ -190,7 +190,7 @@ def decode_windows(
 
     Between the rows of a window the state is rounded to the pool's dtype, as if they had come one call at a time.
     """
-    tokens, sequences, channels = qkv.shape
+    tokens, sequences = qkv.shape[:2]
     key_heads, value_heads = shape.key_heads, shape.value_heads
     # As many products as the matrix unit has time for beside reading the states, an even number of three in eight heads.
     by_products = 3 * key_heads // 16 * 2 if state_pool.dtype == jnp.bfloat16 else 0
@@ -205,37 +205,13 @@ def decode_windows(
         operands = Operands(*scalar_refs, qkv, b, a, conv_weight, a_log, dt_bias, *results)
         _kernel(layout, interpret, operands, Scratch(*refs[split:]))
 
-    def of_tile(*size):
-        return pl.BlockSpec((tokens, TILE, *size), lambda tile, *_: (0, tile, *(0 for _ in size)))
+    def of_tile(array):
+        trailing = array.shape[2:]
+        return pl.BlockSpec((tokens, TILE, *trailing), lambda tile, *_: (0, tile, *(0 for _ in trailing)))
 
-    def whole(array):
-        return pl.BlockSpec(array.shape, lambda tile, *_: (0, 0))
-
-    a_log, dt_bias = a_log[None], dt_bias[None]
-    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    return pl.pallas_call(
-        kernel,
-        name="gated_delta_net_decode",
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
-            grid=(sequences // TILE if tiles is None else tiles,),
-            in_specs=[
-                of_tile(channels), of_tile(value_heads), of_tile(value_heads),
-                whole(conv_weight), whole(a_log), whole(dt_bias), in_hbm, in_hbm,
-            ],
-            out_specs=[of_tile(value_heads, LANES), in_hbm, in_hbm],
-            scratch_shapes=list(scratch),
-        ),
-        out_shape=[
-            jax.ShapeDtypeStruct((tokens, sequences, value_heads, LANES), qkv.dtype),
-            jax.ShapeDtypeStruct(conv_pool.shape, conv_pool.dtype),
-            jax.ShapeDtypeStruct(state_pool.shape, state_pool.dtype),
-        ],
-        input_output_aliases={len(scalars) + 6: 1, len(scalars) + 7: 2},
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",),
-            vmem_limit_bytes=60 * 2**20,
-            disable_bounds_checks=True,  # slots are checked on the host; a check for each copy costs more than the copy
-        ),
-        interpret=interpret,
-    )(*scalars, qkv, b, a, conv_weight, a_log, dt_bias, conv_pool, state_pool)
+    return launch(
+        kernel, "gated_delta_net_decode", scalars, (qkv, b, a), (conv_weight, a_log, dt_bias), (conv_pool, state_pool),
+        steps=sequences // TILE if tiles is None else tiles, of_rows=of_tile,
+        output=jax.ShapeDtypeStruct((tokens, sequences, value_heads, LANES), qkv.dtype),
+        scratch=scratch, vmem_bytes=60 * 2**20, interpret=interpret,
+    )  # fmt: skip
