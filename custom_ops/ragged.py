@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 class Tiles(NamedTuple):
@@ -65,3 +66,8 @@ def token_sequence(query_start, query_length, tokens: int):
     inside = (row[:, None] >= query_start) & (row[:, None] < query_start + query_length)  # [tokens, sequences]
     sequence = jnp.argmax(inside, axis=1)
     return sequence, row - query_start[sequence], jnp.any(inside, axis=1)
+
+
+def take_at(array, index):
+    """array[index] for one scalar index, in range; where it is unsigned, XLA neither wraps nor checks it."""
+    return lax.dynamic_index_in_dim(array, index, keepdims=False)

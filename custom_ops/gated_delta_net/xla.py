@@ -13,7 +13,7 @@ from jax import lax
 
 from custom_ops.gated_delta_net.reference import gates, normalize
 from custom_ops.gated_delta_net.shapes import GatedDeltaNetShape
-from custom_ops.ragged import tile_sequences, token_sequence
+from custom_ops.ragged import take_at, tile_sequences, token_sequence
 
 CHUNK = 32
 
@@ -51,14 +51,14 @@ def gated_delta_net(
 
     def chunk(index, carry):
         output, pool, state = carry
-        sequence, offset, first, home = (_at(part, index) for part in (sequences, tiles.offset, starts, homes))
-        valid = _at(tiles.valid, index)
+        sequence, offset, first, home = (take_at(part, index) for part in (sequences, tiles.offset, starts, homes))
+        valid = take_at(tiles.valid, index)
         # Rows beyond the sequence are zero in everything: they neither change the state nor let it decay.
         parts = [
             jnp.where(valid.reshape((1, CHUNK) + (1,) * (part.ndim - 2)), lax.dynamic_slice_in_dim(part, first, CHUNK, 1), 0)
             for part in (query, key, value, beta, g)
         ]
-        first_state = jnp.where(_at(fresh, sequence), 0, _at(pool, home)).astype(jnp.float32)
+        first_state = jnp.where(take_at(fresh, sequence), 0, take_at(pool, home)).astype(jnp.float32)
         state = jnp.where(offset == 0, first_state, state)
         rows, written, end_state = _chunk_rule(*parts, state, shape.group)
         if checkpoint_slot is not None:
@@ -72,10 +72,6 @@ def gated_delta_net(
     carry = (jnp.zeros_like(value), recurrent_state, jnp.zeros(recurrent_state.shape[1:], jnp.float32))
     output, recurrent_state, _ = lax.fori_loop(jnp.uint32(0), tiles.count.astype(jnp.uint32), chunk, carry)
     return jnp.moveaxis(output[:, : qkv.shape[0]], 0, 1).astype(qkv.dtype), conv_state, recurrent_state
-
-
-def _at(array, index):
-    return lax.dynamic_index_in_dim(array, index, keepdims=False)
 
 
 def _convolve(inputs, conv_weight, window, query_start, query_length):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from custom_ops.ragged import tile_sequences
+from custom_ops.ragged import take_at, tile_sequences
 from custom_ops.ragged_moe.exchange import combine, dispatch, first_local_expert
 from custom_ops.ragged_moe.routing import route
 
@@ -50,14 +50,14 @@ def _local_experts(rows, expert, weight, gate_up, down, tile):
     sequence = tiles.sequence.astype(jnp.uint32)
 
     def one_tile(index, results):
-        number, members = _at(sequence, index), _at(token, index)
+        number, members = take_at(sequence, index), take_at(token, index)
         if tile == 1:
             inputs = lax.dynamic_slice_in_dim(rows, members[0], 1)
         else:
             inputs = rows.at[members].get(mode="promise_in_bounds")
-        gate, up = jnp.split(_linear(inputs, _at(gate_up, number)), (width,), axis=-1)
+        gate, up = jnp.split(_linear(inputs, take_at(gate_up, number)), (width,), axis=-1)
         activated = (jax.nn.silu(gate) * up).astype(rows.dtype)
-        return lax.dynamic_update_index_in_dim(results, _linear(activated, _at(down, number)), index, 0)
+        return lax.dynamic_update_index_in_dim(results, _linear(activated, take_at(down, number)), index, 0)
 
     results = jnp.zeros((token.shape[0], tile, rows.shape[1]), jnp.float32)
     results = lax.fori_loop(jnp.uint32(0), tiles.count.astype(jnp.uint32), one_tile, results).reshape(-1, rows.shape[1])
@@ -81,10 +81,6 @@ def _by_expert(expert, experts: int):
         raise ValueError(f"{expert.size} pairs over {experts} experts are too many for one step; take fewer tokens a step")
     key = expert.astype(jnp.uint32) << bits | jnp.arange(expert.size, dtype=jnp.uint32)
     return (lax.sort(key, is_stable=False) & ((1 << bits) - 1)).astype(jnp.int32)
-
-
-def _at(array, index):
-    return lax.dynamic_index_in_dim(array, index, keepdims=False)
 
 
 def _linear(rows, weight):

@@ -11,7 +11,7 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
-from custom_ops.ragged import tile_sequences
+from custom_ops.ragged import take_at, tile_sequences
 from custom_ops.ragged_paged_attention.pages import write
 
 QUERY_TILE = 128
@@ -43,12 +43,12 @@ def ragged_paged_attention(
     page_table, sequences = page_table.astype(jnp.uint32), tiles.sequence.astype(jnp.uint32)
 
     def one_tile(index, output):
-        sequence = _at(sequences, index)
-        context = _at(context_length, sequence)
-        first = context + _at(tiles.offset, index)
-        last = jnp.minimum(first + tile, context + _at(query_length, sequence))
+        sequence = take_at(sequences, index)
+        context = take_at(context_length, sequence)
+        first = context + take_at(tiles.offset, index)
+        last = jnp.minimum(first + tile, context + take_at(query_length, sequence))
         position = jnp.tile(first + jnp.arange(tile), group)
-        queries = _at(columns, index)
+        queries = take_at(columns, index)
 
         def block(number, carry, masked):
             total, highest, weighted = carry
@@ -87,7 +87,3 @@ def ragged_paged_attention(
     output = lax.fori_loop(jnp.uint32(0), tiles.count.astype(jnp.uint32), one_tile, jnp.zeros_like(columns))
     output = jnp.transpose(output.reshape(-1, heads, dim, group, tile), (0, 4, 1, 3, 2))
     return tiles.scatter(output.reshape(-1, tile, query_heads, dim)), pages
-
-
-def _at(array, index):
-    return lax.dynamic_index_in_dim(array, index, keepdims=False)
