@@ -56,7 +56,7 @@ def load_parameters(
 
 
 def is_head_tied(files: CheckpointFiles, config) -> bool:
-    """Whether the embedding serves as language-model head: what the configuration says, unless the files hold another head."""
+    """Whether the embedding serves as language-model head: as the configuration says, unless the files hold another."""
     head = files.tensors.get(HEAD)
     if head is None:
         return config.tie_word_embeddings or config.get_text_config().tie_word_embeddings
@@ -66,8 +66,8 @@ def is_head_tied(files: CheckpointFiles, config) -> bool:
     if embedding is None or torch.equal(files.read(HEAD), files.read(embedding)):
         return True
     logger.warning(
-        f"config.json of {files.folder} says tie_word_embeddings, and the files hold an {HEAD} that differs from the embedding: "
-        "it is used; set tie_word_embeddings to false to silence this"
+        f"config.json of {files.folder} says tie_word_embeddings, and the files hold an {HEAD} that differs from the "
+        "embedding: it is used; set tie_word_embeddings to false to silence this"
     )
     return False
 

@@ -39,7 +39,8 @@ class GatedDeltaNet(nn.Module):
         # The gates stay FP32 from the projection on: they are exponentiated and multiplied over whole sequences.
         b, a = self.in_proj_ba(hidden.float()).view(tokens, self.shape.key_heads, 2, -1).unbind(2)
         output, *state = ops.gated_delta_net(
-            qkv.flatten(1), b.flatten(1), a.flatten(1), self.conv1d.weight.squeeze(1).t(), self.A_log.float(), self.dt_bias.float(),
+            qkv.flatten(1), b.flatten(1), a.flatten(1),
+            self.conv1d.weight.squeeze(1).t(), self.A_log.float(), self.dt_bias.float(),
             batch, *state, shape=self.shape,
         )  # fmt: skip
         gate = gate.reshape(tokens, -1, self.shape.value_dim)

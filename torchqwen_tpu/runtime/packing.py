@@ -86,7 +86,9 @@ def extend(
     place = [np.zeros(len(row.wanted), np.int64) for row in rows]
     total = 0
     for pieces in _plan(rows, cache, steps.runtime.prefill_chunk):
-        shape, values, selected = _pack(pieces, rows, cache, embeddings is not None, hidden_states, alternatives, smallest_bucket)
+        shape, values, selected = _pack(
+            pieces, rows, cache, embeddings is not None, hidden_states, alternatives, smallest_bucket
+        )
         flat = None if embeddings is None else _pack_embeddings(embeddings, values["tokens"], steps)
         result, kept = steps.extend(shape, cache, shape.header.pack(cache.layout.mesh.ranks, **values), flat)
         logits.append(result)

@@ -176,7 +176,10 @@ class Steps:
         layers = [self.ops.select(rows, select) for rows in output.layer_inputs]
         if shape.hidden_states:
             layers.append(hidden)
-        result = self._logits(hidden) if shape.alternatives is None else self._scores(hidden, header["target"], shape.alternatives)
+        if shape.alternatives is None:
+            result = self._logits(hidden)
+        else:
+            result = self._scores(hidden, header["target"], shape.alternatives)
         return [*_flat(output.states), result, *layers]
 
     def _trace_decode(self, shape: DecodeShape, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
