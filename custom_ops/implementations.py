@@ -10,6 +10,7 @@ from custom_ops.gated_delta_net import reference as gated_delta_net_reference
 from custom_ops.gated_delta_net import xla as gated_delta_net_xla
 from custom_ops.ragged_moe import reference as ragged_moe_reference
 from custom_ops.ragged_moe import xla as ragged_moe_xla
+from custom_ops.ragged_moe.layer import with_experts
 from custom_ops.ragged_paged_attention import reference as attention_reference
 from custom_ops.ragged_paged_attention import xla as attention_xla
 
@@ -20,8 +21,8 @@ IMPLEMENTATIONS: dict[str, dict[str, Callable]] = {
         "pallas_tpu": gated_delta_net_pallas.gated_delta_net,
     },
     "ragged_moe": {
-        "reference": ragged_moe_reference.ragged_moe,
-        "xla": ragged_moe_xla.ragged_moe,
+        "reference": with_experts(ragged_moe_reference.experts),
+        "xla": with_experts(ragged_moe_xla.experts),
     },
     "ragged_paged_attention": {
         "reference": attention_reference.ragged_paged_attention,

@@ -18,4 +18,16 @@ Every implementation is a function with this signature (T tokens and E / devices
     output           [T, hidden size] in the dtype of hidden
 
 Routing is a float32 softmax over all experts, the top_k largest, divided by their sum.
+
+Routing and communication are in `layer.py`; implementations differ in the local experts alone, functions with this
+signature (R rows of all devices):
+
+    experts(rows, expert, weight, gate_up, down, *, num_experts) -> partial
+
+    rows             [R, hidden size]
+    expert           [R, top_k] int32, local number of each of a row's experts; the count of local experts or more where
+                     the expert is another device's, or the row is no token
+    weight           [R, top_k] float32
+    num_experts      of all devices
+    partial          [R, hidden size] float32, the weighted sum over the row's local experts
 """

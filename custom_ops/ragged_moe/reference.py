@@ -1,22 +1,13 @@
-"""Mixture of experts as it is defined: every local expert on every token, weighted by the router, in FP32."""
+"""Local experts as they are defined: every expert on every token, weighted by the router, in FP32."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-from custom_ops.ragged_moe.exchange import combine, dispatch, first_local_expert
-from custom_ops.ragged_moe.routing import route
 
-
-def ragged_moe(
-    hidden, router_logits, valid, gate_up, down, *, top_k, token_axes=(), expert_axes=(), round_weights=False
-):
+def experts(rows, expert, weight, gate_up, down, *, num_experts):
     """See `custom_ops.ragged_moe` for arguments and results."""
-    expert, weight = route(router_logits, valid, top_k=top_k)
-    if round_weights:
-        weight = weight.astype(hidden.dtype).astype(jnp.float32)
-    rows, expert, weight = dispatch((hidden, expert, weight), token_axes)
     rows = rows.astype(jnp.float32)
 
     def one_expert(total, local):
@@ -26,6 +17,6 @@ def ragged_moe(
         share = jnp.sum(jnp.where(expert == number, weight, 0), axis=-1)
         return total + share[:, None] * result, None
 
-    numbers = first_local_expert(gate_up.shape[0], expert_axes) + jnp.arange(gate_up.shape[0])
+    numbers = jnp.arange(gate_up.shape[0])
     total, _ = jax.lax.scan(one_expert, jnp.zeros(rows.shape, jnp.float32), (numbers, gate_up, down))
-    return combine(total, token_axes, expert_axes).astype(hidden.dtype)
+    return total

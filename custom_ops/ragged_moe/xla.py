@@ -1,4 +1,4 @@
-"""Mixture of experts for any backend: tokens sorted by expert, one tile of rows after the other.
+"""Local experts for any backend: tokens sorted by expert, one tile of rows after the other.
 
 The loop runs over the tiles that hold tokens, so an expert without tokens is never read, and one expert may take them all.
 """
@@ -10,40 +10,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from custom_ops.ragged import take_at, tile_sequences
-from custom_ops.ragged_moe.exchange import combine, dispatch, first_local_expert
-from custom_ops.ragged_moe.routing import route
 
 
-def ragged_moe(
-    hidden, router_logits, valid, gate_up, down, *, top_k, token_axes=(), expert_axes=(), round_weights=False
-):
+def experts(rows, expert, weight, gate_up, down, *, num_experts):
     """See `custom_ops.ragged_moe` for arguments and results."""
-    expert, weight = route(router_logits, valid, top_k=top_k)
-    if round_weights:
-        weight = weight.astype(hidden.dtype).astype(jnp.float32)
-    rows, expert, weight = dispatch((hidden, expert, weight), token_axes)
-    local = expert - first_local_expert(gate_up.shape[0], expert_axes)
-    local = jnp.where((local >= 0) & (local < gate_up.shape[0]), local, gate_up.shape[0])
-    tile = tile_rows(expert.size, router_logits.shape[-1])
-    return combine(_local_experts(rows, local, weight, gate_up, down, tile), token_axes, expert_axes).astype(hidden.dtype)
-
-
-def tile_rows(pairs: int, experts: int) -> int:
-    """Rows a tile for `pairs` (token, expert) pairs over `experts` experts.
-
-    One row (a matrix-vector product) while an expert sees few tokens; above, about twice the mean load, so that most
-    experts are one tile, within 16 and 128 rows.
-    """
-    mean = pairs / experts
-    return 1 if mean <= 12 else min(1 << round(2 * mean).bit_length() - 1, 128)
-
-
-def _local_experts(rows, expert, weight, gate_up, down, tile):
-    """Weighted sum over each row's local experts; `expert` is out of range for experts of other devices: [rows, hidden]."""
-    experts, top_k, width = gate_up.shape[0], expert.shape[1], down.shape[2]
+    local_experts, top_k, width = gate_up.shape[0], expert.shape[1], down.shape[2]
+    tile = tile_rows(expert.size, num_experts)
     flat = expert.reshape(-1)
-    order = _by_expert(flat, experts)
-    counts = jnp.sum(flat[None, :] == jnp.arange(experts)[:, None], axis=1, dtype=jnp.int32)
+    order = _by_expert(flat, local_experts)
+    counts = jnp.sum(flat[None, :] == jnp.arange(local_experts)[:, None], axis=1, dtype=jnp.int32)
     tiles = tile_sequences(jnp.cumsum(counts) - counts, counts, tokens=flat.size, tile=tile)
     # Indices are unsigned and known to be in range: XLA need not wrap or check them in every iteration.
     token = (order // top_k).astype(jnp.uint32)[tiles.row]
@@ -69,6 +44,16 @@ def _local_experts(rows, expert, weight, gate_up, down, tile):
     return sum(
         weight[:, choice, None] * results.at[place[:, choice]].get(mode="promise_in_bounds") for choice in range(top_k)
     )
+
+
+def tile_rows(pairs: int, experts: int) -> int:
+    """Rows a tile for `pairs` (token, expert) pairs over `experts` experts.
+
+    One row (a matrix-vector product) while an expert sees few tokens; above, about twice the mean load, so that most
+    experts are one tile, within 16 and 128 rows.
+    """
+    mean = pairs / experts
+    return 1 if mean <= 12 else min(1 << round(2 * mean).bit_length() - 1, 128)
 
 
 def _by_expert(expert, experts: int):

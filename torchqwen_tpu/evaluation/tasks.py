@@ -1,4 +1,4 @@
-"""`torchqwen-tpu evaluate`: lm-eval's tasks on a model."""
+"""lm-eval's tasks on a model."""
 
 from __future__ import annotations
 

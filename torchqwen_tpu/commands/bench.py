@@ -1,0 +1,34 @@
+"""`torchqwen-tpu bench`: greedy generation and prefill, measured beside another library."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from torchqwen_tpu.benchmark import PEERS, Sizes, format_table, measure
+from torchqwen_tpu.checkpoint.resolve import load_config, resolve_folder
+from torchqwen_tpu.commands.arguments import count, load_model, model_arguments, positive, positive_list
+
+
+def add(commands) -> None:
+    parser = commands.add_parser(
+        "bench", parents=[model_arguments("float32")], help="measure greedy generation and prefill",
+        description="Greedy generation of random prompts with stop tokens off, and prefill of one prompt. After a "
+        "warm-up that compiles, both libraries are measured in turn; each figure is the median.",
+    )  # fmt: skip
+    parser.add_argument("--batch", type=positive_list, default="1,8,64", metavar="B,B", help="default: %(default)s")
+    parser.add_argument("--prompt-tokens", type=positive, default=32, metavar="N", help="default: %(default)s")
+    parser.add_argument("--new-tokens", type=positive, default=64, metavar="N", help="default: %(default)s")
+    parser.add_argument("--prefill-tokens", type=count, default=4096, metavar="N", help="default: %(default)s; 0: none")
+    parser.add_argument("--against", choices=PEERS, help="another library to measure beside this one")
+    parser.add_argument("--pairs", type=positive, default=5, metavar="N", help="measurements (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    folder = resolve_folder(arguments.model)
+    load_config(folder)
+    sizes = Sizes(tuple(arguments.batch), arguments.prompt_tokens, arguments.new_tokens, arguments.prefill_tokens)
+    report = measure(load_model(arguments), folder, arguments.against, sizes, arguments.pairs)
+    print(json.dumps(report) if arguments.json else format_table(report))
