@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 LAYOUTS = ("dp", "dp_tp", "tp")
+WIRES = ("float8_e4m3fn", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ class RuntimeConfig:
         decode_steps: decode steps that run on the device before the host looks at the result.
         round_router: round router logits and weights to the model's dtype as transformers does. Off, routing stays in
             float32: more exact, and different from transformers in bfloat16.
+        moe_wire: dtype in which tokens go to the experts, "float8_e4m3fn" (with a scale a token) or "bfloat16", in every
+            layout. None takes the model's own, and on a TPU FP8 for a bfloat16 model whose experts are FP8.
+        moe_micro_batches: parts that the tokens of a step take through the experts one after the other, so that one part
+            travels while another is computed; fewer where a rank's tokens do not divide by it. None takes, on a TPU, what a
+            model of the machine's time says, and elsewhere one.
         implementations: implementation by operation, for example {"gated_delta_net": "reference"}; operations that
             are not named take the platform's default.
     """
@@ -55,6 +61,8 @@ class RuntimeConfig:
     prefill_chunk: int = 4096
     decode_steps: int = 8
     round_router: bool = False
+    moe_wire: str | None = None
+    moe_micro_batches: int | None = None
     implementations: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -62,6 +70,8 @@ class RuntimeConfig:
             raise ValueError(f"page_size must be 16, 32, 64, 128 or 256, not {self.page_size}")
         if self.state_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"state_dtype must be float32 or bfloat16, not {self.state_dtype!r}")
-        for name in ("prefill_chunk", "decode_steps"):
-            if getattr(self, name) < 1:
+        if self.moe_wire not in (None, *WIRES):
+            raise ValueError(f"moe_wire must be {' or '.join(WIRES)}, not {self.moe_wire!r}")
+        for name in ("prefill_chunk", "decode_steps", "moe_micro_batches"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")

@@ -43,9 +43,10 @@ class Operations:
     def __init__(self, mesh: DeviceMesh, runtime: RuntimeConfig):
         self.mesh = mesh
         self.round_router = runtime.round_router
+        self._moe_wire, self._moe_micro_batches = runtime.moe_wire, runtime.moe_micro_batches
         self._functions: dict[str, Callable] = {
             name: implementation(name, current_platform(), runtime.implementations.get(name))
-            for name in ("gated_delta_net", "ragged_moe", "ragged_paged_attention")
+            for name in ("gated_delta_net", "ragged_moe", "ragged_paged_attention", "reduce_scatter")
         }
 
     def _op(self, name: str, function: Callable, inputs: tuple[Axes, ...], outputs: tuple[Axes, ...], **static) -> JaxOp:
@@ -103,8 +104,24 @@ class Operations:
             token_axes=self.mesh.axes("tokens"),
             expert_axes=self.mesh.axes("experts"),
             round_weights=self.round_router,
+            **self._exchange(hidden, gate_up.dtype),
         )
         return op(hidden, router_logits, valid, gate_up, down, *scales)[0]
+
+    def _exchange(self, hidden: torch.Tensor, weights: torch.dtype) -> dict:
+        """How rows go to the experts and back: on a TPU in as few bytes as the weights' precision allows, and no faster
+        than exactly elsewhere."""
+        small = current_platform() == "tpu" and hidden.dtype == torch.bfloat16
+        micro_batches = None if current_platform() == "tpu" else 1
+        if self._moe_micro_batches:
+            tokens = hidden.shape[0] // self.mesh.ranks
+            micro_batches = next(count for count in range(self._moe_micro_batches, 0, -1) if tokens % count == 0)
+        return {
+            "wire": self._moe_wire or ("float8_e4m3fn" if small and weights == torch.float8_e4m3fn else None),
+            "sum_dtype": "bfloat16" if small else "float32",
+            "micro_batches": micro_batches,
+            "reduce_scatter": self._functions["reduce_scatter"],
+        }
 
     def select(self, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """rows [R*T, ...] at index [R*N], which counts within a rank → [R*N, ...]."""
