@@ -89,19 +89,22 @@ class Operations:
             query, key, value, pages, batch.query_start, batch.query_length, batch.context_length, batch.page_table
         )
 
-    def experts(self, hidden, router_logits, valid, gate_up, down, *, top_k: int) -> torch.Tensor:
+    def experts(
+        self, hidden, router_logits, valid, gate_up, down, *, top_k: int, gate_up_scale=None, down_scale=None
+    ) -> torch.Tensor:
         """See `custom_ops.ragged_moe`."""
+        scales = () if gate_up_scale is None else (gate_up_scale, down_scale)
         op = self._op(
             "ragged_moe",
             self._functions["ragged_moe"],
-            (ROWS_DIM, ROWS_DIM, ROWS, EXPERTS, EXPERTS),
+            (ROWS_DIM, ROWS_DIM, ROWS, EXPERTS, EXPERTS, *(("experts",) + (None,) * (scale.dim() - 1) for scale in scales)),
             (ROWS_DIM,),
             top_k=top_k,
             token_axes=self.mesh.axes("tokens"),
             expert_axes=self.mesh.axes("experts"),
             round_weights=self.round_router,
         )
-        return op(hidden, router_logits, valid, gate_up, down)[0]
+        return op(hidden, router_logits, valid, gate_up, down, *scales)[0]
 
     def select(self, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """rows [R*T, ...] at index [R*N], which counts within a rank → [R*N, ...]."""
