@@ -2,8 +2,8 @@
 
 Every implementation is a function with this signature (T tokens and E / devices experts of one device):
 
-    ragged_moe(hidden, router_logits, valid, gate_up, down, *, top_k, token_axes, expert_axes, round_weights=False)
-        -> output
+    ragged_moe(hidden, router_logits, valid, gate_up, down, *, top_k, token_axes, expert_axes, round_weights=False,
+               layer=None) -> output
 
     hidden           [T, hidden size]
     router_logits    [T, E] float32
@@ -14,6 +14,8 @@ Every implementation is a function with this signature (T tokens and E / devices
     token_axes       mesh axes that split the tokens
     expert_axes      mesh axes that split the experts; a device holds a contiguous run of them
     round_weights    round the routing weights to the dtype of hidden, as transformers does
+    layer            [] int32 or None: the weights are stacks [layers, ...], and this is the one to use. An implementation
+                     reads it in place: a slice of a stack would be a copy of all of a layer's experts
 
     output           [T, hidden size] in the dtype of hidden
 
@@ -22,7 +24,7 @@ Routing is a float32 softmax over all experts, the top_k largest, divided by the
 Routing and communication are in `layer.py`; implementations differ in the local experts alone, functions with this
 signature (R rows of all devices):
 
-    experts(rows, expert, weight, gate_up, down, *, num_experts) -> partial
+    experts(rows, expert, weight, gate_up, down, *, num_experts, layer=None) -> partial
 
     rows             [R, hidden size]
     expert           [R, top_k] int32, local number of each of a row's experts; the count of local experts or more where

@@ -17,13 +17,16 @@ def with_experts(experts: Callable) -> Callable:
 
 
 def _ragged_moe(
-    experts, hidden, router_logits, valid, gate_up, down, *, top_k, token_axes=(), expert_axes=(), round_weights=False
+    experts, hidden, router_logits, valid, gate_up, down, *, top_k, token_axes=(), expert_axes=(), round_weights=False,
+    layer=None,
 ):
+    stacked = {} if layer is None else {"layer": layer}
     expert, weight = route(router_logits, valid, top_k=top_k)
     if round_weights:
         weight = weight.astype(hidden.dtype).astype(jnp.float32)
     rows, expert, weight = dispatch((hidden, expert, weight), token_axes)
-    local = expert - first_local_expert(gate_up.shape[0], expert_axes)
-    local = jnp.where((local >= 0) & (local < gate_up.shape[0]), local, gate_up.shape[0])
-    partial = experts(rows, local, weight, gate_up, down, num_experts=router_logits.shape[-1])
+    local_experts = gate_up.shape[-3]
+    local = expert - first_local_expert(local_experts, expert_axes)
+    local = jnp.where((local >= 0) & (local < local_experts), local, local_experts)
+    partial = experts(rows, local, weight, gate_up, down, num_experts=router_logits.shape[-1], **stacked)
     return combine(partial, token_axes, expert_axes).astype(hidden.dtype)

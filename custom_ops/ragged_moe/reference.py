@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 
 
-def experts(rows, expert, weight, gate_up, down, *, num_experts):
+def experts(rows, expert, weight, gate_up, down, *, num_experts, layer=None):
     """See `custom_ops.ragged_moe` for arguments and results."""
+    if layer is not None:
+        gate_up, down = gate_up[layer], down[layer]
     rows = rows.astype(jnp.float32)
 
     def one_expert(total, local):

@@ -12,9 +12,11 @@ from jax import lax
 from custom_ops.ragged import take_at, tile_sequences
 
 
-def experts(rows, expert, weight, gate_up, down, *, num_experts):
+def experts(rows, expert, weight, gate_up, down, *, num_experts, layer=None):
     """See `custom_ops.ragged_moe` for arguments and results."""
-    local_experts, top_k, width = gate_up.shape[0], expert.shape[1], down.shape[2]
+    local_experts, top_k, width = gate_up.shape[-3], expert.shape[1], down.shape[-1]
+    first = jnp.uint32(0) if layer is None else (layer * local_experts).astype(jnp.uint32)
+    gate_up, down = (stack.reshape(-1, *stack.shape[-2:]) for stack in (gate_up, down))
     tile = tile_rows(expert.size, num_experts)
     flat = expert.reshape(-1)
     order = _by_expert(flat, local_experts)
@@ -22,10 +24,10 @@ def experts(rows, expert, weight, gate_up, down, *, num_experts):
     tiles = tile_sequences(jnp.cumsum(counts) - counts, counts, tokens=flat.size, tile=tile)
     # Indices are unsigned and known to be in range: XLA need not wrap or check them in every iteration.
     token = (order // top_k).astype(jnp.uint32)[tiles.row]
-    sequence = tiles.sequence.astype(jnp.uint32)
+    number_of_tile = first + tiles.sequence.astype(jnp.uint32)
 
     def one_tile(index, results):
-        number, members = take_at(sequence, index), take_at(token, index)
+        number, members = take_at(number_of_tile, index), take_at(token, index)
         if tile == 1:
             inputs = lax.dynamic_slice_in_dim(rows, members[0], 1)
         else:
