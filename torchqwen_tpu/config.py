@@ -45,6 +45,9 @@ class RuntimeConfig:
         state_dtype: storage of the recurrent states, "float32" or "bfloat16"; arithmetic is float32 either way.
         prefill_chunk: the most tokens that a data-parallel rank takes in one step; longer inputs take several steps.
         decode_steps: decode steps that run on the device before the host looks at the result.
+        scan_layers: stack the weights of layers that repeat with a period and run the periods in a loop, so that tracing,
+            compiling and arguments do not grow with depth; None takes the loop on a TPU. On a CPU it copies every layer's
+            weights and pays from some dozens of layers of a small model.
         round_router: round router logits and weights to the model's dtype as transformers does. Off, routing stays in
             float32: more exact, and different from transformers in bfloat16.
         moe_wire: dtype in which tokens go to the experts, "float8_e4m3fn" (with a scale a token) or "bfloat16", in every
@@ -60,6 +63,7 @@ class RuntimeConfig:
     state_dtype: str = "float32"
     prefill_chunk: int = 4096
     decode_steps: int = 8
+    scan_layers: bool | None = None
     round_router: bool = False
     moe_wire: str | None = None
     moe_micro_batches: int | None = None

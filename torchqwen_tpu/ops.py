@@ -11,6 +11,7 @@ from custom_ops import sampling, scoring
 from custom_ops.bridge import JaxOp, current_platform
 from custom_ops.gated_delta_net import GatedDeltaNetShape
 from custom_ops.implementations import implementation
+from custom_ops.layers import of_layer
 from torchqwen_tpu.batch import RaggedBatch
 from torchqwen_tpu.config import RuntimeConfig
 from torchqwen_tpu.parallel.mesh import Axes, DeviceMesh
@@ -21,10 +22,10 @@ ROWS_DIM = ("tokens", None)
 HEADS = ("heads",)
 ROWS_HEADS = ("tokens", "heads")
 ROWS_HEADS_DIM = ("tokens", "heads", None)
-CONV_STATE = ("tokens", None, "heads")
-RECURRENT_STATE = ("tokens", "heads", None, None)
-PAGES = ("tokens", None, "heads", None)
-EXPERTS = ("experts", None, None)
+# States of all layers of a kind, layer by layer.
+CONV_STATE = (None, "tokens", None, "heads")
+RECURRENT_STATE = (None, "tokens", "heads", None, None)
+PAGES = (None, "tokens", None, "heads", None)
 
 
 def gated_delta_net_shape(config) -> GatedDeltaNetShape:
@@ -55,17 +56,18 @@ class Operations:
         return JaxOp(name, function, tuple(static.items()), self.mesh.abstract, specs[0], out_specs)
 
     def gated_delta_net(
-        self, qkv, b, a, conv_weight, A_log, dt_bias, batch: RaggedBatch, conv_state, recurrent_state, *, shape
+        self, qkv, b, a, conv_weight, A_log, dt_bias, batch: RaggedBatch, conv_state, recurrent_state, layer, *, shape
     ):
-        """See `custom_ops.gated_delta_net`; `shape` has the heads of the whole layer."""
+        """See `custom_ops.gated_delta_net`; the states are those of all layers and this is number `layer`, [] int32; `shape`
+        has the heads of the whole layer."""
         shards = self.mesh.shards("heads")
         local = dataclasses.replace(shape, key_heads=shape.key_heads // shards, value_heads=shape.value_heads // shards)
         op = self._op(
             "gated_delta_net",
-            self._functions["gated_delta_net"],
+            of_layer("gated_delta_net", self._functions["gated_delta_net"]),
             (
                 ROWS_HEADS, ROWS_HEADS, ROWS_HEADS, (None, "heads"), HEADS, HEADS,
-                ROWS, ROWS, ROWS, ROWS, CONV_STATE, RECURRENT_STATE,
+                ROWS, ROWS, ROWS, ROWS, CONV_STATE, RECURRENT_STATE, (),
             ),
             (ROWS_HEADS_DIM, CONV_STATE, RECURRENT_STATE),
             shape=local,
@@ -73,32 +75,37 @@ class Operations:
         )
         return op(
             qkv, b, a, conv_weight, A_log, dt_bias,
-            batch.query_start, batch.query_length, batch.context_length, batch.slot, conv_state, recurrent_state,
+            batch.query_start, batch.query_length, batch.context_length, batch.slot, conv_state, recurrent_state, layer,
         )  # fmt: skip
 
-    def attention(self, query, key, value, pages, batch: RaggedBatch, *, scale: float):
-        """See `custom_ops.ragged_paged_attention`."""
+    def attention(self, query, key, value, pages, layer, batch: RaggedBatch, *, scale: float):
+        """See `custom_ops.ragged_paged_attention`; the pages are those of all layers and this is number `layer`, [] int32."""
         op = self._op(
             "ragged_paged_attention",
-            self._functions["ragged_paged_attention"],
-            (ROWS_HEADS_DIM, ROWS_HEADS_DIM, ROWS_HEADS_DIM, PAGES, ROWS, ROWS, ROWS, ROWS_DIM),
+            of_layer("ragged_paged_attention", self._functions["ragged_paged_attention"]),
+            (ROWS_HEADS_DIM, ROWS_HEADS_DIM, ROWS_HEADS_DIM, PAGES, ROWS, ROWS, ROWS, ROWS_DIM, ()),
             (ROWS_HEADS_DIM, PAGES),
             scale=scale,
             decode=batch.decode,
         )
         return op(
-            query, key, value, pages, batch.query_start, batch.query_length, batch.context_length, batch.page_table
-        )
+            query, key, value, pages,
+            batch.query_start, batch.query_length, batch.context_length, batch.page_table, layer,
+        )  # fmt: skip
 
     def experts(
-        self, hidden, router_logits, valid, gate_up, down, *, top_k: int, gate_up_scale=None, down_scale=None
+        self, hidden, router_logits, valid, gate_up, down, layer=None, *, top_k: int, gate_up_scale=None, down_scale=None
     ) -> torch.Tensor:
-        """See `custom_ops.ragged_moe`."""
-        scales = () if gate_up_scale is None else (gate_up_scale, down_scale)
+        """See `custom_ops.ragged_moe`; with `layer`, [] int32, weights and scales are stacks and this is its number in them."""
+        weights = (gate_up, down) if gate_up_scale is None else (gate_up, down, gate_up_scale, down_scale)
+        function, stack, stacked = self._functions["ragged_moe"], (), ()
+        if layer is not None:
+            function, stack, stacked = of_layer("ragged_moe", function), (None,), (layer,)
+        axes = ((*stack, "experts") + (None,) * (weight.dim() - len(stack) - 1) for weight in weights)
         op = self._op(
             "ragged_moe",
-            self._functions["ragged_moe"],
-            (ROWS_DIM, ROWS_DIM, ROWS, EXPERTS, EXPERTS, *(("experts",) + (None,) * (scale.dim() - 1) for scale in scales)),
+            function,
+            (ROWS_DIM, ROWS_DIM, ROWS, *axes, *(() for _ in stacked)),
             (ROWS_DIM,),
             top_k=top_k,
             token_axes=self.mesh.axes("tokens"),
@@ -106,7 +113,7 @@ class Operations:
             round_weights=self.round_router,
             **self._exchange(hidden, gate_up.dtype),
         )
-        return op(hidden, router_logits, valid, gate_up, down, *scales)[0]
+        return op(hidden, router_logits, valid, *weights, *stacked)[0]
 
     def _exchange(self, hidden: torch.Tensor, weights: torch.dtype) -> dict:
         """How rows go to the experts and back: on a TPU in as few bytes as the weights' precision allows, and no faster

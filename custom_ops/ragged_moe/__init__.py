@@ -3,7 +3,8 @@
 Every implementation is a function with this signature (T tokens and E / devices experts of one device):
 
     ragged_moe(hidden, router_logits, valid, gate_up, down, gate_up_scale=None, down_scale=None, *, top_k, token_axes,
-               expert_axes, round_weights=False, wire=None, sum_dtype="float32", micro_batches=1, reduce_scatter=...)
+               expert_axes, round_weights=False, wire=None, sum_dtype="float32", micro_batches=1, reduce_scatter=...,
+               layer=None)
         -> output
 
     hidden           [T, hidden size]
@@ -24,6 +25,8 @@ Every implementation is a function with this signature (T tokens and E / devices
     micro_batches    parts of the tokens that follow each other, so that one part's all-gather is under way during another's
                      experts; None for what `cost` chooses for a TPU
     reduce_scatter   one of `custom_ops.reduce_scatter`; XLA's by default
+    layer            [] int32 or None: the weights are stacks [layers, ...], and this is the one to use. An implementation
+                     reads it in place: a slice of a stack would be a copy of all of a layer's experts
 
     output           [T, hidden size] in the dtype of hidden
 
@@ -34,7 +37,8 @@ had happened.
 Routing and communication are in `layer.py`; implementations differ in the local experts alone, functions with this
 signature (R rows of all devices):
 
-    experts(rows, expert, weight, gate_up, down, gate_up_scale=None, down_scale=None, *, num_experts, row_scale=None)
+    experts(rows, expert, weight, gate_up, down, gate_up_scale=None, down_scale=None, *, num_experts, row_scale=None,
+            layer=None)
         -> partial
 
     rows             [R, hidden size], in the dtype of hidden or in FP8

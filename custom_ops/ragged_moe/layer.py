@@ -23,7 +23,7 @@ def with_experts(experts: Callable) -> Callable:
 def _ragged_moe(
     experts, hidden, router_logits, valid, gate_up, down, gate_up_scale=None, down_scale=None, *,
     top_k, token_axes=(), expert_axes=(), round_weights=False, wire=None, sum_dtype="float32", micro_batches=1,
-    reduce_scatter=reduce_scatter_xla.reduce_scatter, **options,
+    reduce_scatter=reduce_scatter_xla.reduce_scatter, layer=None, **options,
 ):  # fmt: skip
     wire = jnp.dtype(wire or hidden.dtype)
     if micro_batches is None:
@@ -31,6 +31,9 @@ def _ragged_moe(
     _check(hidden, router_logits, gate_up, top_k, expert_axes, micro_batches)
     if gate_up_scale is not None:
         options |= {"gate_up_scale": gate_up_scale, "down_scale": down_scale}
+    if layer is not None:
+        options["layer"] = layer
+    local_experts = gate_up.shape[-3]
     expert, weight = route(router_logits, valid, top_k=top_k)
     if round_weights:
         weight = weight.astype(hidden.dtype).astype(jnp.float32)
@@ -40,8 +43,8 @@ def _ragged_moe(
         rows, row_scale, expert, weight = dispatch(_part(tokens, number, micro_batches), token_axes)
         if row_scale is None:
             rows = rows.astype(hidden.dtype)
-        local = expert - first_local_expert(gate_up.shape[0], expert_axes)
-        local = jnp.where((local >= 0) & (local < gate_up.shape[0]), local, gate_up.shape[0])
+        local = expert - first_local_expert(local_experts, expert_axes)
+        local = jnp.where((local >= 0) & (local < local_experts), local, local_experts)
         scaled = {} if row_scale is None else {"row_scale": row_scale}
         partial = experts(rows, local, weight, gate_up, down, num_experts=router_logits.shape[-1], **scaled, **options)
         return combine(partial.astype(sum_dtype), token_axes, expert_axes, reduce_scatter)
@@ -60,7 +63,7 @@ def _micro_batches(hidden, router_logits, gate_up, top_k: int, token_axes, exper
     if not token_axes or len(expert_axes) != 2:
         return 1
     chips, cores = (lax.axis_size(axis) for axis in expert_axes)
-    tokens, width = hidden.shape[0] * lax.axis_size(token_axes), gate_up.shape[1] // 2
+    tokens, width = hidden.shape[0] * lax.axis_size(token_axes), gate_up.shape[-2] // 2
     if tokens % (chips * cores):
         return 1
     return cost.micro_batches(
@@ -73,9 +76,9 @@ def _micro_batches(hidden, router_logits, gate_up, top_k: int, token_axes, exper
 def _check(hidden, router_logits, gate_up, top_k: int, expert_axes: tuple[str, ...], micro_batches: int) -> None:
     num_experts, devices = router_logits.shape[-1], lax.axis_size(expert_axes) if expert_axes else 1
     check_experts(num_experts)
-    if gate_up.shape[0] * devices != num_experts:
+    if gate_up.shape[-3] * devices != num_experts:
         raise ValueError(
-            f"the router chooses among {num_experts} experts, but there are {gate_up.shape[0]} on each of {devices} devices"
+            f"the router chooses among {num_experts} experts, but there are {gate_up.shape[-3]} on each of {devices} devices"
         )
     if not 0 < top_k <= num_experts:
         raise ValueError(f"top_k is {top_k}; it has to lie between 1 and the number of experts, {num_experts}")

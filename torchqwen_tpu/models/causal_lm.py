@@ -16,6 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
 
+from custom_ops.bridge import current_platform
 from torchqwen_tpu.cache import CacheLayout, HybridCache
 from torchqwen_tpu.checkpoint.files import CheckpointFiles
 from torchqwen_tpu.checkpoint.layout import WeightLayout
@@ -53,11 +54,11 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
     _is_stateful = True
     output_type = CausalLMOutputWithPast
 
-    def __init__(self, config: PretrainedConfig):
+    def __init__(self, config: PretrainedConfig, scan_layers: bool = False):
         check_family(config.model_type, "the configuration")
         super().__init__(config.get_text_config())
         self.checkpoint_config = config
-        self.model = TextModel(self.config)
+        self.model = TextModel(self.config, scan_layers)
         self.lm_head = None if self.config.tie_word_embeddings else Linear(self.config.hidden_size, self.config.vocab_size)
         self.vocab_size = self.config.vocab_size
         self._files: CheckpointFiles | None = None
@@ -106,14 +107,15 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
         dtype = _resolve_dtype(dtype, config)
         files = CheckpointFiles(folder)
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = is_head_tied(files, config)
+        mesh, runtime = build_mesh(parallel), runtime or RuntimeConfig()
+        scan_layers = current_platform() == "tpu" if runtime.scan_layers is None else runtime.scan_layers
         with torch.device("meta"):
-            model = cls(config)
-        mesh = build_mesh(parallel)
+            model = cls(config, scan_layers)
         _check_divisible(model.config, mesh)
         load_parameters(files, model, model.config, dtype, lambda name, value: _place(mesh, name, value))
         model.generation_config = load_generation_config(folder, config)
         model._files = files
-        model._start(mesh, runtime or RuntimeConfig(), dtype)
+        model._start(mesh, runtime, dtype)
         return model
 
     def _start(self, mesh: DeviceMesh, runtime: RuntimeConfig, dtype: torch.dtype) -> None:

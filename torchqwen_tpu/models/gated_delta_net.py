@@ -31,8 +31,16 @@ class GatedDeltaNet(nn.Module):
         self.norm = GatedRMSNorm(self.shape.value_dim, config.rms_norm_eps)
         self.out_proj = Linear(value_size, config.hidden_size)
 
-    def forward(self, hidden: torch.Tensor, batch: RaggedBatch, state: tuple[torch.Tensor, torch.Tensor], ops: Operations):
-        """hidden [tokens, hidden size] and the layer's (convolution window, recurrent state) → output and the new ones."""
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        batch: RaggedBatch,
+        state: tuple[torch.Tensor, torch.Tensor],
+        number: torch.Tensor,
+        ops: Operations,
+    ):
+        """hidden [tokens, hidden size] and (convolution windows, recurrent states) of all such layers → output and both
+        with those of layer `number` renewed."""
         tokens = hidden.shape[0]
         grouped = self.in_proj_qkvz(hidden).view(tokens, self.shape.key_heads, -1)
         qkv, gate = grouped.split([self.shape.channels // self.shape.key_heads, self.shape.group * self.shape.value_dim], -1)
@@ -41,7 +49,7 @@ class GatedDeltaNet(nn.Module):
         output, *state = ops.gated_delta_net(
             qkv.flatten(1), b.flatten(1), a.flatten(1),
             self.conv1d.weight.squeeze(1).t(), self.A_log.float(), self.dt_bias.float(),
-            batch, *state, shape=self.shape,
+            batch, *state, number, shape=self.shape,
         )  # fmt: skip
         gate = gate.reshape(tokens, -1, self.shape.value_dim)
         return self.out_proj(self.norm(output, gate).view(tokens, -1)), tuple(state)

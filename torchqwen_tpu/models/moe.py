@@ -44,10 +44,11 @@ class SparseMoeBlock(nn.Module):
         self.experts = Experts(config)
         self.shared_expert = MLP(config, config.shared_expert_intermediate_size)
 
-    def forward(self, hidden: torch.Tensor, batch: RaggedBatch, ops: Operations) -> torch.Tensor:
-        """[tokens, hidden size] → the same."""
+    def forward(self, hidden: torch.Tensor, batch: RaggedBatch, number: torch.Tensor | None, ops: Operations) -> torch.Tensor:
+        """[tokens, hidden size] → the same. The experts' parameters are stacks of which this is layer `number`, or, without
+        one, this layer's."""
         logits, shared_gate = self.router(hidden, ops.round_router)
         routed = ops.experts(
-            hidden, logits, batch.valid, self.experts.gate_up_proj, self.experts.down_proj, top_k=self.top_k
+            hidden, logits, batch.valid, self.experts.gate_up_proj, self.experts.down_proj, number, top_k=self.top_k
         )
         return routed + torch.sigmoid(shared_gate).to(hidden.dtype) * self.shared_expert(hidden)

@@ -33,5 +33,5 @@ def parameter_axes(name: str, dimensions: int) -> tuple[str | None, ...]:
     """Logical axes of the parameter called `name`."""
     for ending, axes in PARAMETER_AXES.items():
         if name.endswith(ending):
-            return axes
+            return (None,) * (dimensions - len(axes)) + axes  # a stack of layers has a dimension more
     return (None,) * dimensions

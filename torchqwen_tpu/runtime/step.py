@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch_xla.experimental.scan import _scan_impl_pytree as scan  # the public scan insists on autograd formulas
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
@@ -17,9 +16,9 @@ from torchqwen_tpu.batch import Header, RaggedBatch, place_header
 from torchqwen_tpu.cache import CacheShape, HybridCache
 from torchqwen_tpu.config import RuntimeConfig
 from torchqwen_tpu.models.layers import Linear
-from torchqwen_tpu.models.qwen3_5 import TextModel
+from torchqwen_tpu.models.qwen3_5 import INPUT, TextModel
 from torchqwen_tpu.ops import Operations
-from torchqwen_tpu.runtime.graph import CompiledGraph
+from torchqwen_tpu.runtime.graph import CompiledGraph, scan
 
 EOS_SLOTS = 8
 """Stop tokens that a decode graph has room for."""
@@ -170,17 +169,17 @@ class Steps:
             page_table=header["page_table"].reshape(-1, shape.cache.pages),
             decode=shape.decode,
         )
-        output = self.decoder(embeddings, batch, _by_layer(self.decoder, states), self.ops, shape.hidden_states)
+        output = self.decoder(embeddings, batch, states, self.ops, (INPUT,) if shape.hidden_states else ())
         select = header["select"].reshape(-1)
         hidden = self.ops.select(output.hidden, select)
-        layers = [self.ops.select(rows, select) for rows in output.layer_inputs]
+        layers = []
         if shape.hidden_states:
-            layers.append(hidden)
+            layers = [*(self.ops.select(rows, select) for rows in output.records[INPUT]), hidden]
         if shape.alternatives is None:
             result = self._logits(hidden)
         else:
             result = self._scores(hidden, header["target"], shape.alternatives)
-        return [*_flat(output.states), result, *layers]
+        return [*output.states, result, *layers]
 
     def _trace_decode(self, shape: DecodeShape, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         header, rows = shape.header.unpack(tensors[0]), shape.cache.rows
@@ -203,7 +202,7 @@ class Steps:
                 decode=True,
             )
             embeddings = F.embedding(token, self.decoder.embed_tokens.weight)
-            output = self.decoder(embeddings, batch, _by_layer(self.decoder, states), self.ops)
+            output = self.decoder(embeddings, batch, states, self.ops)
             logits = self._logits(output.hidden).float()
             if shape.candidates:
                 chosen = self.ops.sample(
@@ -219,7 +218,7 @@ class Steps:
             length = length + active.to(torch.int32)
             generated = generated + going.to(torch.int32)
             flags = (finished.to(torch.int32), fed.to(torch.int32))
-            return (token, *flags, length, generated, tuple(_flat(output.states)), constant), token
+            return (token, *flags, length, generated, output.states, constant), token
 
         flat = {name: value.reshape(-1) for name, value in header.items()}
         temperature, top_p, min_p = (part.reshape(-1) for part in tensors[1].chunk(3, dim=1))
@@ -245,15 +244,6 @@ class Steps:
 def _by_axis(values: torch.Tensor) -> torch.Tensor:
     """[ranks, 3 * n], axis by axis within a rank → [3, ranks * n]."""
     return values.view(values.shape[0], 3, -1).transpose(0, 1).reshape(3, -1)
-
-
-def _by_layer(decoder: TextModel, flat: tuple[torch.Tensor, ...]) -> list[tuple[torch.Tensor, ...]]:
-    rest = iter(flat)
-    return [(next(rest), next(rest)) if layer.is_linear else (next(rest),) for layer in decoder.layers]
-
-
-def _flat(states: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
-    return [tensor for layer in states for tensor in layer]
 
 
 @contextlib.contextmanager
