@@ -11,6 +11,7 @@ from custom_ops import sampling, scoring
 from custom_ops.bridge import JaxOp, current_platform
 from custom_ops.gated_delta_net import GatedDeltaNetShape
 from custom_ops.implementations import implementation
+from custom_ops.ragged_moe.routing import route
 from torchqwen_tpu.batch import RaggedBatch
 from torchqwen_tpu.config import RuntimeConfig
 from torchqwen_tpu.parallel.mesh import Axes, DeviceMesh
@@ -102,6 +103,10 @@ class Operations:
             round_weights=self.round_router,
         )
         return op(hidden, router_logits, valid, gate_up, down)[0]
+
+    def route(self, router_logits, valid, *, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `custom_ops.ragged_moe.routing.route`."""
+        return self._op("route", route, (ROWS_DIM, ROWS), (ROWS_DIM, ROWS_DIM), top_k=top_k)(router_logits, valid)
 
     def select(self, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """rows [R*T, ...] at index [R*N], which counts within a rank → [R*N, ...]."""

@@ -17,16 +17,19 @@ from torchqwen_tpu.models.gated_delta_net import GatedDeltaNet
 from torchqwen_tpu.models.layers import MLP, RMSNorm, RotaryEmbedding
 from torchqwen_tpu.models.moe import SparseMoeBlock
 from torchqwen_tpu.ops import Operations
+from torchqwen_tpu.recording import Recorder, Taps
 
 LayerState = tuple[torch.Tensor, ...]
 
 
 class DecoderOutput(NamedTuple):
-    """hidden [tokens, hidden size] after the last norm; the layers' new states; the input of every layer, if asked for."""
+    """hidden [tokens, hidden size] after the last norm; the layers' new states; the input of every layer, if asked for;
+    for each recorder what it keeps of every layer."""
 
     hidden: torch.Tensor
     states: list[LayerState]
     layer_inputs: list[torch.Tensor]
+    records: list[list[dict[str, torch.Tensor]]]
 
 
 class DecoderLayer(nn.Module):
@@ -42,16 +45,22 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, hidden: torch.Tensor, batch: RaggedBatch, rotary, state: LayerState, ops: Operations):
+    def forward(
+        self, hidden: torch.Tensor, batch: RaggedBatch, rotary, state: LayerState, ops: Operations, taps: Taps | None = None
+    ):
+        """hidden [tokens, hidden size] and the layer's states → output and the new states; names values in `taps`."""
         mixed = self.input_layernorm(hidden)
         if self.is_linear:
-            mixed, state = self.linear_attn(mixed, batch, state, ops)
+            mixed, state = self.linear_attn(mixed, batch, state, ops, taps)
         else:
-            mixed, state = self.self_attn(mixed, batch, rotary, state, ops)
+            mixed, state = self.self_attn(mixed, batch, rotary, state, ops, taps)
         hidden = hidden + mixed
         mixed = self.post_attention_layernorm(hidden)
-        mixed = self.mlp(mixed, batch, ops) if self.is_sparse else self.mlp(mixed)
-        return hidden + mixed, state
+        mixed = self.mlp(mixed, batch, ops, taps) if self.is_sparse else self.mlp(mixed)
+        output = hidden + mixed
+        if taps is not None:
+            taps |= {"mixed": hidden, "output": output}
+        return output, state
 
 
 class TextModel(nn.Module):
@@ -65,15 +74,19 @@ class TextModel(nn.Module):
         self.rotary_emb = RotaryEmbedding(config)
 
     def forward(
-        self, embeddings: torch.Tensor, batch: RaggedBatch, states: list[LayerState], ops: Operations, keep_inputs: bool = False
-    ) -> DecoderOutput:
+        self, embeddings: torch.Tensor, batch: RaggedBatch, states: list[LayerState], ops: Operations,
+        keep_inputs: bool = False, recorders: tuple[Recorder, ...] = (),
+    ) -> DecoderOutput:  # fmt: skip
         """embeddings [tokens, hidden size] → `DecoderOutput`."""
         hidden = ops.mesh.shard(embeddings, ("tokens", None))
         rotary = self.rotary_emb(batch.positions, hidden.dtype)
-        new_states, layer_inputs = [], []
+        new_states, layer_inputs, records = [], [], [[] for _ in recorders]
         for layer, state in zip(self.layers, states, strict=True):
             if keep_inputs:
                 layer_inputs.append(hidden)
-            hidden, state = layer(hidden, batch, rotary, state, ops)
+            taps = {} if recorders else None
+            hidden, state = layer(hidden, batch, rotary, state, ops, taps)
             new_states.append(state)
-        return DecoderOutput(self.norm(hidden), new_states, layer_inputs)
+            for recorder, kept in zip(recorders, records, strict=True):
+                kept.append(recorder.layer(taps, batch, ops))
+        return DecoderOutput(self.norm(hidden), new_states, layer_inputs, records)
