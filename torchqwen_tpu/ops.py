@@ -12,6 +12,7 @@ from custom_ops.bridge import JaxOp, current_platform
 from custom_ops.gated_delta_net import GatedDeltaNetShape
 from custom_ops.implementations import implementation
 from custom_ops.layers import of_layer
+from custom_ops.ragged_moe.routing import route
 from torchqwen_tpu.batch import RaggedBatch
 from torchqwen_tpu.config import RuntimeConfig
 from torchqwen_tpu.parallel.mesh import Axes, DeviceMesh
@@ -129,6 +130,10 @@ class Operations:
             "micro_batches": micro_batches,
             "reduce_scatter": self._functions["reduce_scatter"],
         }
+
+    def route(self, router_logits, valid, *, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `custom_ops.ragged_moe.routing.route`."""
+        return self._op("route", route, (ROWS_DIM, ROWS), (ROWS_DIM, ROWS_DIM), top_k=top_k)(router_logits, valid)
 
     def select(self, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """rows [R*T, ...] at index [R*N], which counts within a rank → [R*N, ...]."""

@@ -8,6 +8,7 @@ from torch import nn
 from torchqwen_tpu.batch import RaggedBatch
 from torchqwen_tpu.models.layers import MLP, Linear
 from torchqwen_tpu.ops import Operations
+from torchqwen_tpu.recording import Taps
 
 
 class Router(Linear):
@@ -44,10 +45,14 @@ class SparseMoeBlock(nn.Module):
         self.experts = Experts(config)
         self.shared_expert = MLP(config, config.shared_expert_intermediate_size)
 
-    def forward(self, hidden: torch.Tensor, batch: RaggedBatch, number: torch.Tensor | None, ops: Operations) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, batch: RaggedBatch, number: torch.Tensor | None, ops: Operations, taps: Taps | None = None
+    ) -> torch.Tensor:
         """[tokens, hidden size] → the same. The experts' parameters are stacks of which this is layer `number`, or, without
         one, this layer's."""
         logits, shared_gate = self.router(hidden, ops.round_router)
+        if taps is not None:
+            taps["router.logits"] = logits
         routed = ops.experts(
             hidden, logits, batch.valid, self.experts.gate_up_proj, self.experts.down_proj, number, top_k=self.top_k
         )
