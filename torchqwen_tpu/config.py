@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 LAYOUTS = ("dp", "dp_tp", "tp")
+QUANTIZATIONS = ("keep", "channel", "dequantize")
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,12 @@ class RuntimeConfig:
         decode_steps: decode steps that run on the device before the host looks at the result.
         round_router: round router logits and weights to the model's dtype as transformers does. Off, routing stays in
             float32: more exact, and different from transformers in bfloat16.
+        quantization: what becomes of the FP8 weights of a checkpoint (others stay as they are):
+            "keep" – the same FP8 numbers and scales of blocks, multiplied in the model's dtype;
+            "channel" – FP8 anew, one scale an output channel, which adds rounding (reported by kind of weight); a TPU
+            multiplies FP8 by FP8, each token quantised too;
+            "dequantize" – the model's dtype, twice the memory or four times.
+            None takes "channel" on a TPU and "dequantize" on a CPU, which has no product of FP8.
         implementations: implementation by operation, for example {"gated_delta_net": "reference"}; operations that
             are not named take the platform's default.
     """
@@ -55,6 +62,7 @@ class RuntimeConfig:
     prefill_chunk: int = 4096
     decode_steps: int = 8
     round_router: bool = False
+    quantization: str | None = None
     implementations: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -62,6 +70,8 @@ class RuntimeConfig:
             raise ValueError(f"page_size must be 16, 32, 64, 128 or 256, not {self.page_size}")
         if self.state_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"state_dtype must be float32 or bfloat16, not {self.state_dtype!r}")
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            raise ValueError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, not {self.quantization!r}")
         for name in ("prefill_chunk", "decode_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")

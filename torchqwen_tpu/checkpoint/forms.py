@@ -1,13 +1,13 @@
 """The form that each parameter has on the device: its type, and for FP8 weights where their scales are.
 
-| policy | FP8 weights of the files become |
-| --- | --- |
-| keep | the same FP8 numbers; experts with the published scales of 128×128 blocks, other matrices with the same scales, one for each output channel and block of 128 inputs, because matrices that are merged on the device mix blocks |
-| channel | FP8 anew, with one scale an output channel: what the matrix units of a TPU multiply without touching the weights |
-| dequantize | the model's dtype |
+What becomes of FP8 weights, by policy:
+- "keep": the same FP8 numbers. Experts have the published scales of 128×128 blocks; other matrices the same scales, one for
+  each output channel and block of 128 inputs, because matrices that are merged on the device mix the blocks' rows.
+- "channel": FP8 anew, with one scale an output channel: what a TPU multiplies without touching the weights again.
+- "dequantize": the model's dtype.
 
 Weights that are not FP8 in the files stay as they are under every policy.
-"""  # noqa: E501, the table
+"""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from torchqwen_tpu.checkpoint.files import CheckpointFiles
-from torchqwen_tpu.checkpoint.fp8 import BLOCK, FP8, blocks
+from torchqwen_tpu.checkpoint.fp8 import BLOCK, FP8, blocks, scale_shape
 from torchqwen_tpu.checkpoint.layout import WeightLayout
 from torchqwen_tpu.checkpoint.names import Source
-from torchqwen_tpu.checkpoint.plan import QUANTIZED_DTYPE, Plan
+from torchqwen_tpu.checkpoint.plan import QUANTIZED_DTYPE, Plan, match
 
 KEEP_FP32 = ("linear_attn.A_log", "linear_attn.norm.weight")
 """Ends of the names of parameters that stay FP32 whatever the model's dtype: they steer the recurrent state."""
@@ -67,6 +67,40 @@ def scale_parameter(name: str) -> str:
     return name.removesuffix("_proj") + "_scale" if name.endswith(EXPERTS) else name + "_scale"
 
 
+def prepare(
+    files: CheckpointFiles, model: nn.Module, layout: WeightLayout, dtype: torch.dtype, policy: str
+) -> list[Filling]:
+    """Give every parameter of `model`, which is on the meta device, the form that the files and the policy ask for.
+
+    Args:
+        dtype: of parameters that are not FP8, but for those that stay FP32.
+
+    Returns: how to fill them.
+
+    Raises:
+        CheckpointError: a parameter that nothing fills, a tensor that fills nothing, a shape or a type that does not fit.
+    """
+    plan = match(files, published_parameters(model, layout))
+    plan.check(files)
+    filled = fillings(files, model, layout, plan, dtype, policy)
+    for filling in filled:
+        give_form(model, filling)
+    return filled
+
+
+def published_parameters(model: nn.Module, layout: WeightLayout) -> dict[str, torch.Tensor]:
+    """Parameters in their published form, on the meta device."""
+    parameters = {}
+    for name, value in model.named_parameters():
+        parameters |= layout.to_published(name, value.to("meta"))
+    return parameters
+
+
+def experts_scale_shape(form: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the scales of FP8 experts [experts, rows, columns]."""
+    return tuple(shape[:2]) if form == "channel" else scale_shape(shape)
+
+
 def fillings(
     files: CheckpointFiles, model: nn.Module, layout: WeightLayout, plan: Plan, dtype: torch.dtype, policy: str
 ) -> list[Filling]:
@@ -93,9 +127,7 @@ def give_form(model: nn.Module, filling: Filling) -> None:
     if filling.form == "plain":
         return
     if filling.is_experts:
-        rows, columns = value.shape[1:]
-        shape = (rows,) if filling.form == "channel" else (blocks(rows), blocks(columns))
-        shape = (value.shape[0], *shape)
+        shape = experts_scale_shape(filling.form, value.shape)
     else:
         inputs, outputs = value.shape
         shape = (outputs,) if filling.form == "channel" else (blocks(inputs), outputs)

@@ -15,13 +15,18 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
+from transformers.utils import logging
 
+from custom_ops.bridge import current_platform
 from torchqwen_tpu.cache import CacheLayout, HybridCache
 from torchqwen_tpu.checkpoint.files import CheckpointFiles
+from torchqwen_tpu.checkpoint.forms import prepare, set_parameter
 from torchqwen_tpu.checkpoint.layout import WeightLayout
 from torchqwen_tpu.checkpoint.names import published_name
 from torchqwen_tpu.checkpoint.reader import is_head_tied, load_parameters
-from torchqwen_tpu.checkpoint.resolve import check_family, load_config, load_generation_config, resolve_folder
+from torchqwen_tpu.checkpoint.resolve import (
+    check_family, check_quantization, load_config, load_generation_config, resolve_folder,
+)  # fmt: skip
 from torchqwen_tpu.checkpoint.writer import carried_tensors, save_weights
 from torchqwen_tpu.config import ParallelConfig, RuntimeConfig
 from torchqwen_tpu.inputs import check_embeddings, check_ids, columns_of, limit_of
@@ -34,6 +39,10 @@ from torchqwen_tpu.runtime.generation import Generation
 from torchqwen_tpu.runtime.packing import Selected, extend
 from torchqwen_tpu.runtime.step import Steps
 
+logger = logging.get_logger(__name__)
+
+DEFAULT_QUANTIZATION = {"cpu": "dequantize", "tpu": "channel"}
+"""What becomes of FP8 weights, by platform (see `RuntimeConfig.quantization`)."""
 _HUB_ARGUMENTS = ("revision", "cache_dir", "token", "local_files_only", "force_download")
 _IGNORED_ARGUMENTS = (
     "_from_auto", "adapter_kwargs", "trust_remote_code", "low_cpu_mem_usage", "use_safetensors", "weights_only",
@@ -61,6 +70,7 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
         self.lm_head = None if self.config.tie_word_embeddings else Linear(self.config.hidden_size, self.config.vocab_size)
         self.vocab_size = self.config.vocab_size
         self._files: CheckpointFiles | None = None
+        self.requantization_error: dict[str, float] = {}
         self._steps: Steps | None = None
         self.register_state_dict_post_hook(_publish)
         self.register_load_state_dict_pre_hook(_unpublish)
@@ -101,20 +111,30 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
         folder = resolve_folder(pretrained_model_name_or_path, **hub)
         config = copy.deepcopy(config) if config is not None else load_config(folder)
         check_family(config.model_type, "the configuration")
-        if getattr(config, "quantization_config", None):
-            raise ValueError(f"{folder} is quantized, and only BF16, F16 and F32 checkpoints can be read; use the BF16 one")
+        check_quantization(config, folder)
         dtype = _resolve_dtype(dtype, config)
         files = CheckpointFiles(folder)
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = is_head_tied(files, config)
         with torch.device("meta"):
             model = cls(config)
-        mesh = build_mesh(parallel)
+        mesh, runtime = build_mesh(parallel), runtime or RuntimeConfig()
         _check_divisible(model.config, mesh)
-        load_parameters(files, model, model.config, dtype, lambda name, value: _place(mesh, name, value))
+        model._load(files, mesh, dtype, runtime.quantization or DEFAULT_QUANTIZATION[current_platform()])
         model.generation_config = load_generation_config(folder, config)
-        model._files = files
-        model._start(mesh, runtime or RuntimeConfig(), dtype)
+        model._start(mesh, runtime, dtype)
         return model
+
+    def _load(self, files: CheckpointFiles, mesh: DeviceMesh, dtype: torch.dtype, quantization: str) -> None:
+        layout = WeightLayout(self.config)
+        filled = prepare(files, self, layout, dtype, quantization)
+
+        def place(name: str, value: torch.Tensor, index: int | None = None) -> None:
+            set_parameter(self, name, mesh.shard_parameter(name, value.to(torch_xla.device())))
+
+        self.requantization_error = load_parameters(files, layout, filled, place)
+        for kind, error in self.requantization_error.items():
+            logger.info(f"{kind}: requantised per output channel with a relative error of {error:.2%}")
+        self._files = files
 
     def _start(self, mesh: DeviceMesh, runtime: RuntimeConfig, dtype: torch.dtype) -> None:
         for name, buffer in self.model.rotary_emb.named_buffers():
@@ -311,10 +331,6 @@ def _padded(selected: Selected, rows: torch.Tensor, columns, keep: np.ndarray) -
         result = result * torch.from_numpy(place >= 0).to(rows.device).unsqueeze(-1)
     torch_xla.sync()
     return result
-
-
-def _place(mesh: DeviceMesh, name: str, value: torch.Tensor) -> torch.Tensor:
-    return mesh.shard_parameter(name, value.to(torch_xla.device()))
 
 
 def _refuse_unknown(arguments: dict) -> None:

@@ -26,12 +26,16 @@ PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
     "self_attn.o_proj.weight": ("heads", None),
     "mlp.experts.gate_up_proj": ("experts", None, None),
     "mlp.experts.down_proj": ("experts", None, None),
+    "mlp.experts.gate_up_scale": ("experts", None, None),
+    "mlp.experts.down_scale": ("experts", None, None),
 }
 
 
 def parameter_axes(name: str, dimensions: int) -> tuple[str | None, ...]:
-    """Logical axes of the parameter called `name`."""
+    """Logical axes of the parameter called `name`. The scales of a matrix are split as its output channels are."""
+    if name.endswith("weight_scale"):
+        return (None,) * (dimensions - 1) + parameter_axes(name.removesuffix("_scale"), 2)[-1:]
     for ending, axes in PARAMETER_AXES.items():
         if name.endswith(ending):
-            return axes
+            return axes[:dimensions]
     return (None,) * dimensions
