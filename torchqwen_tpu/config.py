@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 LAYOUTS = ("dp", "dp_tp", "tp")
 WIRES = ("float8_e4m3fn", "bfloat16")
+QUANTIZATIONS = ("keep", "channel", "dequantize")
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,12 @@ class RuntimeConfig:
         moe_micro_batches: parts that the tokens of a step take through the experts one after the other, so that one part
             travels while another is computed; fewer where a rank's tokens do not divide by it. None takes, on a TPU, what a
             model of the machine's time says, and elsewhere one.
+        quantization: what becomes of the FP8 weights of a checkpoint (others stay as they are):
+            "keep" – the same FP8 numbers and scales of blocks, multiplied in the model's dtype;
+            "channel" – FP8 anew, one scale an output channel, which adds rounding (reported by kind of weight); a TPU
+            multiplies FP8 by FP8, each token quantised too;
+            "dequantize" – the model's dtype, twice the memory or four times.
+            None takes "channel" on a TPU and "dequantize" on a CPU, which has no product of FP8.
         implementations: implementation by operation, for example {"gated_delta_net": "reference"}; operations that
             are not named take the platform's default.
     """
@@ -67,6 +74,7 @@ class RuntimeConfig:
     round_router: bool = False
     moe_wire: str | None = None
     moe_micro_batches: int | None = None
+    quantization: str | None = None
     implementations: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -76,6 +84,8 @@ class RuntimeConfig:
             raise ValueError(f"state_dtype must be float32 or bfloat16, not {self.state_dtype!r}")
         if self.moe_wire not in (None, *WIRES):
             raise ValueError(f"moe_wire must be {' or '.join(WIRES)}, not {self.moe_wire!r}")
+        if self.quantization not in (None, *QUANTIZATIONS):
+            raise ValueError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, not {self.quantization!r}")
         for name in ("prefill_chunk", "decode_steps", "moe_micro_batches"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
