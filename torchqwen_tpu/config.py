@@ -38,6 +38,42 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class EngineConfig:
+    """How an `Engine` serves requests.
+
+    Args:
+        max_sequences: the most requests that run at once, over all data-parallel ranks; the others wait.
+        max_length: the most tokens of a request; None for the model's limit, or for what the pages hold if that is less.
+        token_budget: the most tokens of a rank's prefill step.
+        cache_memory: bytes a device for pages, states and checkpoints, or (at most 1) a share of the memory that is
+            free; None takes 0.9 on a TPU and 1 GiB on a CPU.
+        pages: KV pages a rank, in place of `cache_memory`.
+        checkpoints: prefixes a rank whose recurrent states are kept for later requests; None for as many as it has
+            sequences, 0 for no reuse of prefixes.
+        mixed: decoding requests take part in prefill steps. None: on a TPU, where a prefill step reads the weights
+            anyway, but not on a CPU, where its tiles make a single token expensive.
+    """
+
+    max_sequences: int = 64
+    max_length: int | None = None
+    token_budget: int = 1024
+    cache_memory: int | float | None = None
+    pages: int | None = None
+    checkpoints: int | None = None
+    mixed: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_sequences", "max_length", "token_budget", "pages"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
+        if self.checkpoints is not None and self.checkpoints < 0:
+            raise ValueError(f"checkpoints must be at least 0, not {self.checkpoints}")
+        if self.cache_memory is not None and self.cache_memory <= 0:
+            raise ValueError(f"cache_memory must be bytes or a share of the free memory, not {self.cache_memory!r}")
+
+
+@dataclass(frozen=True)
 class RuntimeConfig:
     """How a model runs.
 

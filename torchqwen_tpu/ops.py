@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import jax.numpy as jnp
 import torch
 
 from custom_ops import sampling, scoring
@@ -140,6 +141,14 @@ class Operations:
         axes = ("tokens",) + (None,) * (rows.dim() - 1)
         return self._op("select_rows", _select, (axes, ROWS), (axes,))(rows, index)[0]
 
+    def copy_states(self, target: torch.Tensor, origin: torch.Tensor, to: torch.Tensor, start: torch.Tensor, axes: Axes):
+        """`target` with state to[i] of every rank replaced by state start[i] of `origin`, i of [R*N]; -1 replaces none.
+
+        axes: logical axes of both; states are numbered along "tokens".
+        """
+        op = self._op("copy_states", _copy_states, (axes, axes, ROWS, ROWS), (axes,), dimension=axes.index("tokens"))
+        return op(target, origin, to, start)[0]
+
     def sample(self, logits: torch.Tensor, seed, step, temperature, top_k, top_p, min_p, *, candidates: int) -> torch.Tensor:
         """See `custom_ops.sampling.sample`."""
         op = self._op(
@@ -157,3 +166,8 @@ class Operations:
 
 def _select(rows, index):
     return rows[index]
+
+
+def _copy_states(target, origin, to, start, *, dimension):
+    places = (slice(None),) * dimension + (jnp.where(to < 0, target.shape[dimension], to),)
+    return target.at[places].set(jnp.take(origin, start, axis=dimension), mode="drop")

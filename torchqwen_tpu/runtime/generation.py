@@ -319,8 +319,8 @@ class _DecodeLoop:
                 seed=over_ranks(self.seeds, 0),
                 generated=np.full(ranks * rows, self.generated),
                 top_k=np.full(ranks * rows, parameters.top_k),
-                steps=np.full(ranks, count),
-                eos=np.broadcast_to(eos, (ranks, EOS_SLOTS)),
+                steps=np.full(ranks * rows, count),
+                eos=np.broadcast_to(eos, (ranks * rows, EOS_SLOTS)),
             )
             *tokens, lengths = steps.decode(shape, cache, header, sampling)
             cache.lengths = lengths.astype(np.int32)

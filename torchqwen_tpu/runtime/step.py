@@ -23,7 +23,7 @@ from torchqwen_tpu.runtime.graph import CompiledGraph, scan
 from torchqwen_tpu.runtime.observation import Extended, Observer, recorded, split_records
 
 EOS_SLOTS = 8
-"""Stop tokens that a decode graph has room for."""
+"""Stop tokens of a sequence that a decode graph has room for."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class DecodeShape:
             ("seed", rows),
             ("generated", rows),
             ("top_k", rows),
-            ("steps", 1),
-            ("eos", EOS_SLOTS),
+            ("steps", rows),
+            ("eos", rows * EOS_SLOTS),
         ))  # fmt: skip
 
 
@@ -128,7 +128,7 @@ class Steps:
         return Extended(outputs[count], outputs[count + 1 :], records)
 
     def decode(self, shape: DecodeShape, cache: HybridCache, header: torch.Tensor, sampling: torch.Tensor) -> np.ndarray:
-        """Generate up to `decode_steps` tokens a sequence.
+        """Generate up to `decode_steps` tokens a sequence, of each as many as its `steps`.
 
         Args:
             header: as `shape.header` packs it, on the host.
@@ -249,8 +249,8 @@ class Steps:
             "row": row,
             "offsets": _by_axis(header["offsets"]),
             "page_table": flat["page_table"].view(-1, shape.cache.pages),
-            "steps": flat["steps"][:1],  # every rank holds the same
-            "eos": flat["eos"][:EOS_SLOTS],
+            "steps": flat["steps"],
+            "eos": flat["eos"].view(-1, EOS_SLOTS),
         }
         if shape.candidates:
             constant |= {"seed": flat["seed"], "top_k": flat["top_k"]}
