@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from custom_ops.ragged_moe.quantized import quantize_rows
+
 FP8 = jnp.dtype("float8_e4m3fn")
-_LARGEST_FP8 = 448.0
 _DIGIT_BITS = {1: 4, 2: 8, 4: 16}
 """Bits of an integer that a floating-point number of so many bytes holds exactly."""
 _ID_BITS = 16
@@ -30,16 +31,8 @@ class Tokens(NamedTuple):
 
 
 def to_wire(hidden, dtype) -> tuple[jax.Array, jax.Array | None]:
-    """hidden [T, hidden size] as rows of `dtype`, and for FP8 their scales [T] float32: the largest value becomes 448.
-
-    A row with a value that is not finite gets a scale that is not finite, so that all of its results are NaN.
-    """
-    if dtype != FP8:
-        return hidden.astype(dtype), None
-    rows = hidden.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(rows), axis=-1) / _LARGEST_FP8
-    scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)  # a row of zeros
-    return (rows / scale[:, None]).astype(FP8), scale
+    """hidden [T, hidden size] as rows of `dtype`, and for FP8 their scales [T] float32."""
+    return quantize_rows(hidden) if dtype == FP8 else (hidden.astype(dtype), None)
 
 
 def pack(tokens: Tokens) -> jax.Array:
