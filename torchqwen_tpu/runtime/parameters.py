@@ -66,10 +66,10 @@ def resolve_parameters(
     Raises:
         ValueError: an unknown or unsupported parameter, or a value out of range; it names the parameter.
     """
-    own = _settings(given)
+    own = settings_of(given)
     seed = own.pop("seed", None)
     # transformers fills what is open from the model's configuration, then from its own defaults.
-    merged = {**GenerationConfig._get_default_generation_params(), **_settings(defaults), **own}
+    merged = {**GenerationConfig._get_default_generation_params(), **settings_of(defaults), **own}
     _refuse_unsupported(merged)
     limit = own.get("max_new_tokens")
     if limit is None and own.get("max_length") is not None:
@@ -101,7 +101,7 @@ def resolve_parameters(
     return Parameters(limit, eos=eos, stop_strings=stop, **chosen)
 
 
-def _settings(given: GenerationConfig | Mapping | None) -> dict:
+def settings_of(given: GenerationConfig | Mapping | None) -> dict:
     """Settings that are not open, by name."""
     if given is None:
         return {}

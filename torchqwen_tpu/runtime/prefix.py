@@ -74,6 +74,11 @@ class PagePool:
         """Pages that requests use."""
         return self.total - self.available
 
+    @property
+    def is_clean(self) -> bool:
+        """Whether every page is free, and every checkpoint, once prefixes are forgotten."""
+        return len(self._free) == self.total and not self._checkpointed and not self._root.children
+
     def pages_of(self, tokens: int) -> int:
         """Pages that hold so many tokens."""
         return -(-tokens // self.page_size)

@@ -70,6 +70,7 @@ class Scheduler:
         *, token_budget: int, decode_steps: int, mixed: bool,
     ):  # fmt: skip
         self.ranks = [Rank(index, slots, pages, page_size, checkpoints) for index in range(ranks)]
+        self.slots = slots
         self.page_size, self.token_budget, self.decode_steps, self.mixed = page_size, token_budget, decode_steps, mixed
         self.waiting = 0  # requests
         self.preemptions = self.reused_tokens = 0
