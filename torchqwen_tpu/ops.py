@@ -161,11 +161,11 @@ class Operations:
         sequences = (batch.query_length, batch.context_length, batch.slot)
         return op(b, a, A_log, dt_bias, state, batch.valid, *sequences, *_given(look))[0]
 
-    def routing_statistics(self, router_logits, batch: RaggedBatch, finiteness, look: torch.Tensor | None, *, top_k: int):
+    def routing_statistics(self, rows, router_logits, batch: RaggedBatch, finiteness, look: torch.Tensor | None, *, top_k: int):
         """See `custom_ops.monitoring.routing_statistics`; [ranks, columns]."""
-        axes = (ROWS_DIM, ROWS, ROWS, *_scalar(look))
+        axes = (ROWS_DIM, ROWS_DIM, ROWS, ROWS, *_scalar(look))
         op = self._op("routing_statistics", monitoring.routing_statistics, axes, (ROWS_DIM,), top_k=top_k)
-        return op(router_logits, batch.valid, finiteness, *_given(look))[0]
+        return op(rows, router_logits, batch.valid, finiteness, *_given(look))[0]
 
 
 def _scalar(value: torch.Tensor | None) -> tuple[Axes, ...]:

@@ -49,7 +49,7 @@ class SparseMoeBlock(nn.Module):
         """[tokens, hidden size] → the same."""
         logits, shared_gate = self.router(hidden, ops.round_router)
         if taps is not None:
-            taps["router.logits"] = logits
+            taps |= {"router.logits": logits, "experts.input": hidden}
         routed = ops.experts(
             hidden, logits, batch.valid, self.experts.gate_up_proj, self.experts.down_proj, top_k=self.top_k
         )

@@ -48,7 +48,7 @@ class Statistics:
             kept["gated_delta_net"] = ops.gated_delta_net_statistics(*values, batch, look)
         if "router.logits" in taps:
             kept["routing"] = ops.routing_statistics(
-                taps["router.logits"], batch, kept["finiteness"], look, top_k=self.top_k
+                taps["experts.input"], taps["router.logits"], batch, kept["finiteness"], look, top_k=self.top_k
             )
         return kept
 
