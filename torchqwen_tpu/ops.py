@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import torch
 
-from custom_ops import sampling, scoring
+from custom_ops import monitoring, sampling, scoring
 from custom_ops.bridge import JaxOp, current_platform
 from custom_ops.gated_delta_net import GatedDeltaNetShape
 from custom_ops.implementations import implementation
@@ -162,6 +162,55 @@ class Operations:
             "target_scores", scoring.target_scores, (ROWS_DIM, (None, None), ROWS), (ROWS_DIM,), tied=tied, top_k=top_k
         )
         return op(hidden, head, target)[0]
+
+    def finiteness(self, mixed: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """See `custom_ops.monitoring.finiteness`."""
+        return self._op("finiteness", monitoring.finiteness, (ROWS_DIM, ROWS_DIM), (ROWS,))(mixed, output)[0]
+
+    def first_not_finite(self, codes: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
+        """See `custom_ops.monitoring.first_not_finite`; [ranks, 4 * layers]."""
+        op = self._op("first_not_finite", monitoring.first_not_finite, ((None, "tokens"), ROWS), (ROWS_DIM,))
+        return op(codes, batch.valid)[0]
+
+    def attention_statistics(self, query, key, pages, layer, batch: RaggedBatch, look: torch.Tensor | None) -> torch.Tensor:
+        """See `custom_ops.monitoring.attention_statistics`; [ranks, columns]."""
+        op = self._op(
+            "attention_statistics",
+            monitoring.attention_statistics,
+            (ROWS_HEADS_DIM, ROWS_HEADS_DIM, PAGES, ROWS, ROWS, ROWS, ROWS, ROWS_DIM, (), *_scalar(look)),
+            (ROWS_DIM,),
+            scale=query.shape[-1] ** -0.5,
+            head_axes=self.mesh.axes("heads"),
+        )
+        sequences = (batch.query_start, batch.query_length, batch.context_length, batch.page_table)
+        return op(query, key, pages, batch.valid, *sequences, layer, *_given(look))[0]
+
+    def gated_delta_net_statistics(self, b, a, A_log, dt_bias, state, layer, batch: RaggedBatch, look: torch.Tensor | None):
+        """See `custom_ops.monitoring.gated_delta_net_statistics`; [ranks, columns]."""
+        op = self._op(
+            "gated_delta_net_statistics",
+            monitoring.gated_delta_net_statistics,
+            (ROWS_HEADS, ROWS_HEADS, HEADS, HEADS, RECURRENT_STATE, ROWS, ROWS, ROWS, ROWS, (), *_scalar(look)),
+            (ROWS_DIM,),
+            head_axes=self.mesh.axes("heads"),
+        )
+        sequences = (batch.query_length, batch.context_length, batch.slot)
+        return op(b, a, A_log, dt_bias, state, batch.valid, *sequences, layer, *_given(look))[0]
+
+    def routing_statistics(self, rows, router_logits, batch: RaggedBatch, finiteness, look: torch.Tensor | None, *, top_k: int):
+        """See `custom_ops.monitoring.routing_statistics`; [ranks, columns]."""
+        axes = (ROWS_DIM, ROWS_DIM, ROWS, ROWS, *_scalar(look))
+        op = self._op("routing_statistics", monitoring.routing_statistics, axes, (ROWS_DIM,), top_k=top_k)
+        return op(rows, router_logits, batch.valid, finiteness, *_given(look))[0]
+
+
+def _scalar(value: torch.Tensor | None) -> tuple[Axes, ...]:
+    """Axes of an argument that may be missing."""
+    return () if value is None else ((),)
+
+
+def _given(value: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    return () if value is None else (value,)
 
 
 def _select(rows, index):

@@ -32,6 +32,7 @@ Gated DeltaNet layers
     gated_delta_net.state  the recurrent states of all such layers, as the layer leaves them
 and mixtures of experts
     router.logits          [tokens, experts] float32
+    experts.input          [tokens, hidden size]
 """
 
 

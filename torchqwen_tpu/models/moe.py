@@ -57,7 +57,7 @@ class SparseMoeBlock(nn.Module):
         one, this layer's."""
         logits, shared_gate = self.router(hidden, ops.round_router)
         if taps is not None:
-            taps["router.logits"] = logits
+            taps |= {"router.logits": logits, "experts.input": hidden}
         experts = self.experts
         routed = ops.experts(
             hidden, logits, batch.valid, experts.gate_up_proj, experts.down_proj, number, top_k=self.top_k,
