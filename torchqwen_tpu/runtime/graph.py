@@ -12,6 +12,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_builder as xla_builder
 from torch_xla import _XLAC
+from torch_xla.core.xla_model import optimization_barrier_
 from torch_xla.debug import metrics
 from torch_xla.experimental.scan import _scan_impl_pytree  # the public scan insists on autograd formulas
 
@@ -27,6 +28,17 @@ def scan(function: Callable, carry, slices):
     input of the graph, the computation of any other is repeated in every turn.
     """
     return _scan_impl_pytree(function, carry, slices)
+
+
+def fence(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, across which XLA moves nothing.
+
+    Where a product's columns are then looked at as [heads, dim], XLA:TPU would make that product one of a matrix of three
+    dimensions, and for it turn the weights of a layer, in a copy, in every step.
+    """
+    tensor = tensor * 1  # the barrier works in place
+    optimization_barrier_([tensor])
+    return tensor
 
 
 def compilations() -> int:
