@@ -54,7 +54,11 @@ class CompiledGraph:
         function: takes the tensors of `inputs` in order, returns a flat sequence of tensors; each must be computed by
             the function (not an input handed through).
         inputs: example inputs that hold data, with the shapes, dtypes and shardings of every later call.
-        donated: positions of inputs that outputs may overwrite. After a call such an input is spent.
+        donated: positions of inputs that outputs may overwrite. After a call such an input is spent. On a TPU the first
+            output of a size takes the first such buffer: put their successors first, in the same order.
+
+    Attributes:
+        arguments: of the executable: the position of an input, or a tensor that was closed over.
 
     Tensors that `function` closes over (the weights) become inputs of the executable, with the values that they have
     when it is traced.
@@ -74,7 +78,7 @@ class CompiledGraph:
         position_of = {_XLAC._xla_get_tensor_id(tensor): position for position, tensor in enumerate(inputs)}
         outputs = list(function(*inputs))
         ids, tensors = _XLAC._get_tensors_xla_device_data_node(outputs)
-        self._order = [position_of.get(tensor_id, tensor) for tensor_id, tensor in zip(ids, tensors, strict=True)]
+        self.arguments = [position_of.get(tensor_id, tensor) for tensor_id, tensor in zip(ids, tensors, strict=True)]
         self._hash = _XLAC._get_graph_hash(outputs)
         _XLAC._xla_warm_up_cache(outputs, [])
         for position in donated:
@@ -82,5 +86,5 @@ class CompiledGraph:
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return _XLAC._run_cached_graph(
-            self._hash, [inputs[entry] if isinstance(entry, int) else entry for entry in self._order]
+            self._hash, [inputs[entry] if isinstance(entry, int) else entry for entry in self.arguments]
         )

@@ -160,6 +160,10 @@ class Steps:
                 self._graphs[shape] = CompiledGraph(lambda *tensors: trace(shape, tensors), inputs, donated=states)
         return self._graphs[shape](inputs)
 
+    def graph(self, shape: ExtendShape | DecodeShape) -> CompiledGraph:
+        """The compiled step of a shape that has run."""
+        return self._graphs[shape]
+
     def _weights(self) -> list[tuple[int, int]]:
         """What tells whether a weight was replaced or changed in place."""
         modules = [module for module in (self.decoder, self.head) if module is not None]
