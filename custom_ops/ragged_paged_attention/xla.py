@@ -10,6 +10,7 @@ import functools
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from custom_ops.ragged import take_at, tile_sequences
 from custom_ops.ragged_paged_attention.pages import write
@@ -91,4 +92,8 @@ def ragged_paged_attention(
 
 def _as_it_lies(pages):
     """Keeps a TPU from turning all pages, in a copy, where the few that were read are to be turned."""
-    return lax.platform_dependent(pages, tpu=lax.optimization_barrier, default=lambda pages: pages)
+
+    def fixed(pages):
+        return lax.optimization_barrier(with_layout_constraint(pages, Layout(tuple(range(pages.ndim)))))
+
+    return lax.platform_dependent(pages, tpu=fixed, default=lambda pages: pages)
