@@ -86,8 +86,9 @@ class DecoderLayer(nn.Module):
 class TextModel(nn.Module):
     """Embedding, decoder layers and the last norm, under the published names.
 
-    `layers` holds single layers under their numbers, and layers that are stacked as one module under a name such as
-    `0:60:4` for layers 0, 4, 8 to 56; their parameters have a dimension more, the first. (`state_dict()` and checkpoints
+    `layers` is the list of the layers; or, where some are stacked, a dictionary of those that are not under their numbers and
+    of the stacks, one module each under a name such as `0:60:4` for layers 0, 4, 8 to 56, whose parameters have a dimension
+    more, the first. (`state_dict()` and checkpoints
     have the published names in both forms.)
     """
 
@@ -96,10 +97,12 @@ class TextModel(nn.Module):
         self.kinds = list(config.layer_types)
         self.runs = layer_runs(self.kinds, scan_layers)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleDict()
+        layers = {}
         for stack in (stack for run in self.runs for stack in run):
             layer = DecoderLayer(config, stack[0])
-            self.layers[stack_name(stack)] = stack_parameters(layer, len(stack)) if len(stack) > 1 else layer
+            layers[stack_name(stack)] = stack_parameters(layer, len(stack)) if len(stack) > 1 else layer
+        stacked = len(layers) < len(self.kinds)
+        self.layers = nn.ModuleDict(layers) if stacked else nn.ModuleList(layers.values())
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config)
 
@@ -116,7 +119,7 @@ class TextModel(nn.Module):
         for run in self.runs:
             if len(run[0]) == 1:
                 (index,), place = run[0], Place(numbers[self._of_kind(run[0])][0])
-                hidden, states, kept[index] = self.layers[stack_name(run[0])](
+                hidden, states, kept[index] = self.layers.get_submodule(stack_name(run[0]))(
                     hidden, batch, rotary, states, place, ops, recorders
                 )
             else:
@@ -133,7 +136,7 @@ class TextModel(nn.Module):
     def _scan(self, run: Run, numbers, hidden, batch: RaggedBatch, rotary, states: States, ops: Operations, recorders):
         """One run of stacks; returns the output, the states and by layer what the recorders keep of it."""
         of_kind, in_stack = [numbers[self._of_kind(stack)] for stack in run], numbers[: len(run[0])]
-        layers = [self.layers[stack_name(stack)] for stack in run]
+        layers = [self.layers.get_submodule(stack_name(stack)) for stack in run]
         own = [{name: value for name, value in layer.named_parameters() if not name.startswith(WHOLE)} for layer in layers]
 
         def period(carry, slices):
