@@ -59,7 +59,9 @@ class CacheLayout:
         full = len(config.layer_types) - linear
         arrays = []
         if linear:
-            window = (linear, rows, config.linear_conv_kernel_dim - 1, gdn.channels)
+            # A TPU stores rows in groups of four: another number would have it lay the pool out in another order, and copy it.
+            window_rows = -(-(config.linear_conv_kernel_dim - 1) // 4) * 4
+            window = (linear, rows, window_rows, gdn.channels)
             state = (linear, rows, gdn.value_heads, gdn.key_dim, gdn.value_dim)
             arrays += [(window, self.dtype, CONV_STATE), (state, self.state_dtype, RECURRENT_STATE)]
         if full:

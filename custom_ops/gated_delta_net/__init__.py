@@ -15,7 +15,8 @@ Every implementation is a function with this signature (T tokens, S sequences, N
     query_length     [S] int32, rows of each sequence in this batch; 0 leaves its state as it is
     context_length   [S] int32, tokens the sequence has seen before; 0 starts from zero, whatever the slot holds
     slot             [S] int32, where the sequence's states live, distinct for all sequences with rows
-    conv_state       [N, width - 1, channels] the last inputs of the convolution
+    conv_state       [N, width - 1 or more, channels] the last inputs of the convolution, in the first width - 1 rows; what the
+                     others hold means nothing (a TPU stores pools of four rows as they are and copies pools of three)
     recurrent_state  [N, value heads, key dim, value dim]
     checkpoint_slot  [S, K] int32 or None: both states as they are after token j of a sequence also go to slot
                      checkpoint_slot[s, j], so that decoding can go on from there if later tokens are rejected; -1 keeps

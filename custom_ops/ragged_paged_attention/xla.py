@@ -10,6 +10,7 @@ import functools
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from custom_ops.ragged import take_at, tile_sequences
 from custom_ops.ragged_paged_attention.pages import write
@@ -57,7 +58,7 @@ def ragged_paged_attention(
                 history = lax.dynamic_slice_in_dim(pages, table[0], 1)
             else:
                 history = pages.at[table].get(mode="promise_in_bounds")
-            history = jnp.transpose(history.reshape(size, heads, 2, dim), (1, 2, 0, 3))
+            history = jnp.transpose(_as_it_lies(history).reshape(size, heads, 2, dim), (1, 2, 0, 3))
             keys, values = history[:, 0], history[:, 1]
             scores = jnp.einsum("hld,hdq->hlq", keys, queries, preferred_element_type=jnp.float32)
             if masked:
@@ -87,3 +88,12 @@ def ragged_paged_attention(
     output = lax.fori_loop(jnp.uint32(0), tiles.count.astype(jnp.uint32), one_tile, jnp.zeros_like(columns))
     output = jnp.transpose(output.reshape(-1, heads, dim, group, tile), (0, 4, 1, 3, 2))
     return tiles.scatter(output.reshape(-1, tile, query_heads, dim)), pages
+
+
+def _as_it_lies(pages):
+    """Keeps a TPU from turning all pages, in a copy, where the few that were read are to be turned."""
+
+    def fixed(pages):
+        return lax.optimization_barrier(with_layout_constraint(pages, Layout(tuple(range(pages.ndim)))))
+
+    return lax.platform_dependent(pages, tpu=fixed, default=lambda pages: pages)

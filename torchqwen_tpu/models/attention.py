@@ -9,6 +9,7 @@ from torchqwen_tpu.batch import RaggedBatch
 from torchqwen_tpu.models.layers import Linear, RMSNorm, rotate
 from torchqwen_tpu.ops import Operations
 from torchqwen_tpu.recording import Taps
+from torchqwen_tpu.runtime.graph import fence
 
 
 class Attention(nn.Module):
@@ -34,7 +35,7 @@ class Attention(nn.Module):
         """hidden [tokens, hidden size] and (pages,) of all attention layers → output and (pages,) with those of layer
         `number` renewed."""
         tokens = hidden.shape[0]
-        grouped = self.qkv_proj(hidden).view(tokens, -1, 2 * self.group + 2, self.head_dim)
+        grouped = fence(self.qkv_proj(hidden)).view(tokens, -1, 2 * self.group + 2, self.head_dim)
         queries, key, value = grouped[:, :, :-2], grouped[:, :, -2], grouped[:, :, -1]
         query, gate = queries.reshape(tokens, -1, 2, self.head_dim).unbind(2)
         query = rotate(self.q_norm(query), rotary)

@@ -9,6 +9,7 @@ from torchqwen_tpu.batch import RaggedBatch
 from torchqwen_tpu.models.layers import GatedRMSNorm, Linear
 from torchqwen_tpu.ops import Operations, gated_delta_net_shape
 from torchqwen_tpu.recording import Taps
+from torchqwen_tpu.runtime.graph import fence
 
 
 class GatedDeltaNet(nn.Module):
@@ -39,7 +40,7 @@ class GatedDeltaNet(nn.Module):
         """hidden [tokens, hidden size] and (convolution windows, recurrent states) of all such layers → output and both
         with those of layer `number` renewed."""
         tokens = hidden.shape[0]
-        grouped = self.in_proj_qkvz(hidden).view(tokens, self.shape.key_heads, -1)
+        grouped = fence(self.in_proj_qkvz(hidden)).view(tokens, self.shape.key_heads, -1)
         qkv, gate = grouped.split([self.shape.channels // self.shape.key_heads, self.shape.group * self.shape.value_dim], -1)
         # The gates stay FP32 from the projection on: they are exponentiated and multiplied over whole sequences.
         b, a = self.in_proj_ba(hidden.float()).view(tokens, self.shape.key_heads, 2, -1).unbind(2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -119,7 +119,7 @@ class Steps:
         inputs = [place_header(self.ops.mesh, header)]
         if embeddings is not None:
             inputs.append(embeddings)
-        outputs = self._run(shape, inputs, cache, self._trace_extend, f"step of {shape.tokens} tokens")
+        outputs = self._run(shape, inputs, cache, f"step of {shape.tokens} tokens")
         outputs, records = split_records(shape.recorders, outputs)
         count = len(cache.states)
         cache.states = outputs[:count]
@@ -138,7 +138,7 @@ class Steps:
         """
         mesh, shape = self.ops.mesh, self._observed(shape)
         inputs = [place_header(mesh, header), mesh.put(sampling, ("tokens", None))]
-        outputs = self._run(shape, inputs, cache, self._trace_decode, f"decode step of {shape.cache.rows} sequences")
+        outputs = self._run(shape, inputs, cache, f"decode step of {shape.cache.rows} sequences")
         outputs, records = split_records(shape.recorders, outputs)
         cache.states = outputs[:-1]
         tokens = mesh.get(outputs[-1]).numpy()
@@ -149,7 +149,7 @@ class Steps:
     def _observed(self, shape: ExtendShape | DecodeShape) -> ExtendShape | DecodeShape:
         return shape if self.observer is None else replace(shape, recorders=(*shape.recorders, self.observer.recorder))
 
-    def _run(self, shape, inputs: list[torch.Tensor], cache: HybridCache, trace, what: str) -> list[torch.Tensor]:
+    def _run(self, shape, inputs: list[torch.Tensor], cache: HybridCache, what: str) -> list[torch.Tensor]:
         states = range(len(inputs), len(inputs) + len(cache.states))
         inputs = [*inputs, *cache.states]
         if (weights := self._weights()) != self._traced:
@@ -157,8 +157,16 @@ class Steps:
             self._traced = weights
         if shape not in self._graphs:
             with _compiling(what):
-                self._graphs[shape] = CompiledGraph(lambda *tensors: trace(shape, tensors), inputs, donated=states)
+                self._graphs[shape] = CompiledGraph(lambda *tensors: self.trace(shape, tensors), inputs, donated=states)
         return self._graphs[shape](inputs)
+
+    def trace(self, shape: ExtendShape | DecodeShape, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What a step computes of its inputs: header, embeddings or sampling parameters, states. The new states come first."""
+        return (self._trace_decode if isinstance(shape, DecodeShape) else self._trace_extend)(shape, tensors)
+
+    def graph(self, shape: ExtendShape | DecodeShape) -> CompiledGraph:
+        """The compiled step of a shape that has run."""
+        return self._graphs[shape]
 
     def _weights(self) -> list[tuple[int, int]]:
         """What tells whether a weight was replaced or changed in place."""
