@@ -22,8 +22,8 @@ Every implementation is a function with this signature (T tokens, S sequences, N
                      none. These slots are distinct from each other and from those of sequences with rows, and a sequence
                      that has any takes at most K rows.
     shape            `GatedDeltaNetShape` of this device's heads
-    decode           a promise: T = S = N, row i and slot i belong to sequence i, and no sequence has more than one row;
-                     there are no checkpoints then, slot i holds the only state there is
+    decode           a promise: T = S, row i belongs to sequence i, no sequence has more than one row, and the slots are a
+                     run: slot[0], slot[0] + 1 and so on; there are no checkpoints then
 
     output           [T, value heads, value dim] in the dtype of qkv; rows of no sequence are zero
 

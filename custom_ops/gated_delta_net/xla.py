@@ -26,7 +26,10 @@ def gated_delta_net(
     conv_weight = conv_weight.astype(jnp.float32)
     beta, g = gates(b, a, A_log, dt_bias)
     if decode:
-        return _decode(qkv, beta, g, conv_weight, query_length, context_length, conv_state, recurrent_state, shape)
+        first, pools = slot[0].astype(jnp.uint32), (conv_state, recurrent_state)
+        own = (lax.dynamic_slice_in_dim(pool, first, len(slot)) for pool in pools)
+        output, *own = _decode(qkv, beta, g, conv_weight, query_length, context_length, *own, shape)
+        return output, *(lax.dynamic_update_slice_in_dim(*pair, first, 0) for pair in zip(pools, own, strict=True))
     fresh = context_length == 0
     window = jnp.where(fresh[:, None, None], 0, conv_state[slot]).astype(jnp.float32)
     mixed = _convolve(qkv.astype(jnp.float32), conv_weight, window, query_start, query_length)
@@ -133,7 +136,7 @@ def _store_checkpoints(pool, slots, parts, written, state, group: int):
 
 
 def _decode(qkv, beta, g, conv_weight, query_length, context_length, conv_state, recurrent_state, shape):
-    """One token a sequence, token i and slot i belonging to sequence i."""
+    """One token a sequence; token i and entry i of both states belong to sequence i."""
     active = (query_length > 0)[:, None, None]
     fresh = (context_length == 0)[:, None, None]
     window = jnp.where(fresh, 0, conv_state).astype(jnp.float32)

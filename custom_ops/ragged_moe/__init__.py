@@ -3,7 +3,9 @@
 Every implementation is a function with this signature (T tokens and E / devices experts of one device):
 
     ragged_moe(hidden, router_logits, valid, gate_up, down, gate_up_scale=None, down_scale=None, *, top_k, token_axes,
-               expert_axes, round_weights=False) -> output
+               expert_axes, round_weights=False, wire=None, sum_dtype="float32", micro_batches=1, reduce_scatter=...,
+               layer=None)
+        -> output
 
     hidden           [T, hidden size]
     router_logits    [T, E] float32
@@ -17,15 +19,26 @@ Every implementation is a function with this signature (T tokens and E / devices
     token_axes       mesh axes that split the tokens
     expert_axes      mesh axes that split the experts; a device holds a contiguous run of them
     round_weights    round the routing weights to the dtype of hidden, as transformers does
+    wire             dtype in which rows go to the experts, whether they leave the device or not; None for that of hidden. FP8
+                     rows have a scale each
+    sum_dtype        dtype in which the devices' partial sums travel
+    micro_batches    parts of the tokens that follow each other, so that one part's all-gather is under way during another's
+                     experts; None for what `cost` chooses for a TPU
+    reduce_scatter   one of `custom_ops.reduce_scatter`; XLA's by default
+    layer            [] int32 or None: the weights are stacks [layers, ...], and this is the one to use. An implementation
+                     reads it in place: a slice of a stack would be a copy of all of a layer's experts
 
     output           [T, hidden size] in the dtype of hidden
 
-Routing is a float32 softmax over all experts, the top_k largest, divided by their sum.
+Routing is a float32 softmax over all experts, the top_k largest, divided by their sum; of equal ones the first. A token whose
+logits or row hold a value that is not finite gets NaN throughout, and no other token does: it is never routed as if nothing
+had happened.
 
 Routing and communication are in `layer.py`; implementations differ in the local experts alone, functions with this
 signature (R rows of all devices):
 
-    experts(rows, expert, weight, gate_up, down, gate_up_scale=None, down_scale=None, *, num_experts, row_scale=None)
+    experts(rows, expert, weight, gate_up, down, gate_up_scale=None, down_scale=None, *, num_experts, row_scale=None,
+            layer=None)
         -> partial
 
     rows             [R, hidden size], in the dtype of hidden or in FP8

@@ -49,8 +49,11 @@ def of_elements(scale, shape: tuple[int, int]):
 
 
 def quantize_rows(rows):
-    """[rows, columns] → float8_e4m3fn and the scale of each row [rows] float32; a row of zeros has scale 1."""
+    """[rows, columns] → float8_e4m3fn and the scale of each row [rows] float32: the largest value becomes 448.
+
+    A row with a value that is not finite becomes one whose products are NaN.
+    """
     rows = rows.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(rows), axis=-1)
-    scale = jnp.where(largest > 0, largest / FP8_LARGEST, 1.0)
+    scale = jnp.max(jnp.abs(rows), axis=-1) / FP8_LARGEST
+    scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)  # zeros, and what is too small for its scale to be a number
     return (rows / scale[:, None]).astype(FP8), scale

@@ -9,9 +9,13 @@ from custom_ops.ragged_moe.quantized import check_scales, of_elements
 
 
 def experts(
-    rows, expert, weight, gate_up, down, gate_up_scale=None, down_scale=None, *, num_experts, row_scale=None
+    rows, expert, weight, gate_up, down, gate_up_scale=None, down_scale=None, *, num_experts, row_scale=None, layer=None
 ):
     """See `custom_ops.ragged_moe` for arguments and results."""
+    if layer is not None:
+        gate_up, down, gate_up_scale, down_scale = (
+            None if stack is None else stack[layer] for stack in (gate_up, down, gate_up_scale, down_scale)
+        )
     check_scales(rows, gate_up, down, gate_up_scale, down_scale, row_scale)
     rows = rows.astype(jnp.float32)
     if row_scale is not None:

@@ -18,12 +18,19 @@ from custom_ops.ragged_moe.quantized import check_scales, is_fp8, of_elements
 
 
 def experts(
-    rows, expert, weight, gate_up, down, gate_up_scale=None, down_scale=None, *, num_experts, row_scale=None
+    rows, expert, weight, gate_up, down, gate_up_scale=None, down_scale=None, *, num_experts, row_scale=None, layer=None
 ):
     """See `custom_ops.ragged_moe` for arguments and results."""
+    local_experts, top_k, width = gate_up.shape[-3], expert.shape[1], down.shape[-1]
+    first = jnp.uint32(0)
+    if layer is not None:
+        first = (layer * local_experts).astype(jnp.uint32)
+        stacks = (gate_up, down, gate_up_scale, down_scale)
+        gate_up, down, gate_up_scale, down_scale = (
+            None if stack is None else stack.reshape(-1, *stack.shape[2:]) for stack in stacks
+        )
     check_scales(rows, gate_up, down, gate_up_scale, down_scale, row_scale)
     dtype = jnp.bfloat16 if is_fp8(rows) else rows.dtype
-    local_experts, top_k, width = gate_up.shape[0], expert.shape[1], down.shape[2]
     tile = tile_rows(expert.size, num_experts)
     flat = expert.reshape(-1)
     order = _by_expert(flat, local_experts)
@@ -31,10 +38,10 @@ def experts(
     tiles = tile_sequences(jnp.cumsum(counts) - counts, counts, tokens=flat.size, tile=tile)
     # Indices are unsigned and known to be in range: XLA need not wrap or check them in every iteration.
     token = (order // top_k).astype(jnp.uint32)[tiles.row]
-    sequence = tiles.sequence.astype(jnp.uint32)
+    number_of_tile = first + tiles.sequence.astype(jnp.uint32)
 
     def one_tile(index, results):
-        number, members = take_at(sequence, index), take_at(token, index)
+        number, members = take_at(number_of_tile, index), take_at(token, index)
         if tile == 1:
             inputs = lax.dynamic_slice_in_dim(rows, members[0], 1)
         else:

@@ -12,7 +12,15 @@ import pytest
 import torch
 import transformers
 from checkpoints import (
-    WHOLE, assert_same, dequantized, load, published_state, quantized, random_checkpoint, tensors_of, wide_config,
+    WHOLE,
+    assert_same,
+    dequantized,
+    load,
+    published_state,
+    quantized,
+    random_checkpoint,
+    tensors_of,
+    wide_config,
 )  # fmt: skip
 from support import padded, random_rows, reference_logits
 

@@ -22,6 +22,7 @@ from torchqwen_tpu.checkpoint.fp8 import BLOCK, FP8, blocks, scale_shape
 from torchqwen_tpu.checkpoint.layout import WeightLayout
 from torchqwen_tpu.checkpoint.names import Source
 from torchqwen_tpu.checkpoint.plan import QUANTIZED_DTYPE, Plan, match
+from torchqwen_tpu.models.stacking import unstacked
 
 KEEP_FP32 = ("linear_attn.A_log", "linear_attn.norm.weight")
 """Ends of the names of parameters that stay FP32 whatever the model's dtype: they steer the recurrent state."""
@@ -39,14 +40,16 @@ class Filling:
     """How one parameter of the device is filled.
 
     Attributes:
-        name: of the parameter.
-        index: its place in a stack of parameters of this name; None for a parameter on its own.
+        name: of the parameter; in a stack, of the one of this layer.
+        holder: the parameter of the model that it is, or a part of.
+        index: its place in a stack; None for a parameter on its own.
         form: "plain", "channel" or "keep".
         dtype: of the parameter.
         parts: by published name, the shape of what the files hold and the tensors that hold it.
     """
 
     name: str
+    holder: str
     index: int | None
     form: str
     dtype: torch.dtype
@@ -105,33 +108,44 @@ def fillings(
     files: CheckpointFiles, model: nn.Module, layout: WeightLayout, plan: Plan, dtype: torch.dtype, policy: str
 ) -> list[Filling]:
     """How every parameter of `model` (without scales so far) is filled; `dtype` is that of its plain parameters."""
-    shapes = {name: layout.to_published(name, value.to("meta")) for name, value in model.named_parameters()}
+    shapes, holders = {}, {}
+    for holder, value in model.named_parameters():
+        for name, index in unstacked(holder):
+            own = value.to("meta") if index is None else value[index].to("meta")
+            shapes[name], holders[name] = layout.to_published(name, own), (holder, index)
     forms = {name: _form(files, name, [plan.sources[part] for part in parts], parts, policy) for name, parts in shapes.items()}
     for name in forms:  # the operation takes scales for both matrices of the experts or for neither
         if name.endswith(EXPERTS[0]):
             other = name.removesuffix("gate_up_proj") + "down_proj"
             if "plain" in (forms[name], forms[other]):
                 forms[name] = forms[other] = "plain"
+    for stack in {holder for holder, index in holders.values() if index is not None}:  # one tensor has one form
+        if len({forms[layer] for layer, _ in unstacked(stack)}) > 1:
+            forms |= {layer: "plain" for layer, _ in unstacked(stack)}
     result = []
     for name, parts in shapes.items():
         kept = torch.float32 if name.endswith(KEEP_FP32) else dtype
         described = {part: (tuple(value.shape), plan.sources[part]) for part, value in parts.items()}
-        result.append(Filling(name, None, forms[name], kept if forms[name] == "plain" else FP8, described))
+        result.append(Filling(name, *holders[name], forms[name], kept if forms[name] == "plain" else FP8, described))
     return result
 
 
 def give_form(model: nn.Module, filling: Filling) -> None:
     """Make the parameter of a model on the meta device what it will be: its type, and a parameter for its scales."""
-    value = model.get_parameter(filling.name)
-    set_parameter(model, filling.name, value.to(filling.dtype))
+    if filling.index:  # with the first layer the stack has got its form
+        return
+    value = model.get_parameter(filling.holder)
+    set_parameter(model, filling.holder, value.to(filling.dtype))
     if filling.form == "plain":
         return
+    stack, own = ((), value.shape) if filling.index is None else (value.shape[:1], value.shape[1:])
     if filling.is_experts:
-        shape = experts_scale_shape(filling.form, value.shape)
+        shape = experts_scale_shape(filling.form, own)
     else:
-        inputs, outputs = value.shape
+        inputs, outputs = own
         shape = (outputs,) if filling.form == "channel" else (blocks(inputs), outputs)
-    set_parameter(model, scale_parameter(filling.name), torch.empty(shape, dtype=torch.float32, device="meta"))
+    scales = torch.empty((*stack, *shape), dtype=torch.float32, device="meta")
+    set_parameter(model, scale_parameter(filling.holder), scales)
 
 
 def set_parameter(model: nn.Module, name: str, value: torch.Tensor) -> None:

@@ -4,6 +4,7 @@
   every product, and the kernels of the TPU want this one.
 - Matrices that multiply the same tokens are one matrix on the device: one product in place of two or three. What a layout
   splits by heads is grouped by key-value head, so that any split of the heads is a split of contiguous columns.
+- Layers that are scanned are one module whose parameters are stacks (see `torchqwen_tpu.models.stacking`).
 - Channels of Gated DeltaNet are grouped by key head on the device (see `GatedDeltaNetShape`).
 """
 
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from torchqwen_tpu.models.stacking import layers_of
 from torchqwen_tpu.ops import gated_delta_net_shape
 
 _GROUPED_BY_KEY_HEAD = (
@@ -42,11 +44,19 @@ class WeightLayout:
 
     def parts(self, name: str) -> tuple[str, ...]:
         """Published names of what the device's parameter `name` holds."""
+        return tuple(part for layer in layers_of(name) or (name,) for part in self._parts(layer))
+
+    def _parts(self, name: str) -> tuple[str, ...]:
         suffix = self._suffix(name)
         return tuple(name.removesuffix(suffix) + part for part in self._merged[suffix].parts) if suffix else (name,)
 
     def to_published(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the device's parameter `name` holds, in the published form by published name."""
+        if layers := layers_of(name):
+            published = {}
+            for layer, value in zip(layers, tensor.unbind(0), strict=True):
+                published |= self.to_published(layer, value)
+            return published
         if _is_transposed(name, tensor):
             tensor = tensor.t()
         suffix = self._suffix(name)
@@ -56,7 +66,7 @@ class WeightLayout:
             grouped = tensor.reshape(merged.groups, -1, *tensor.shape[1:])
             split = grouped.split([rows // merged.groups for rows in merged.rows], dim=1)
             tensors = [part.reshape(rows, *tensor.shape[1:]) for part, rows in zip(split, merged.rows, strict=True)]
-        named = dict(zip(self.parts(name), tensors, strict=True))
+        named = dict(zip(self._parts(name), tensors, strict=True))
         for part, value in named.items():
             if part.endswith(_GROUPED_BY_KEY_HEAD):
                 named[part] = value.index_select(0, torch.tensor(self._gdn.published_channels()).argsort().to(value.device))
@@ -64,8 +74,10 @@ class WeightLayout:
 
     def to_device(self, name: str, published: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The device's parameter `name` from its parts, which have the published names and shapes."""
+        if layers := layers_of(name):
+            return torch.stack([self.to_device(layer, published) for layer in layers])
         tensors = []
-        for part in self.parts(name):
+        for part in self._parts(name):
             value = published[part]
             if part.endswith(_GROUPED_BY_KEY_HEAD):
                 value = value.index_select(0, torch.tensor(self._gdn.published_channels(), device=value.device))

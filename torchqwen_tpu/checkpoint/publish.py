@@ -26,7 +26,10 @@ from torchqwen_tpu.checkpoint.names import (
     scale_of,
 )  # fmt: skip
 from torchqwen_tpu.checkpoint.plan import QUANTIZED_DTYPE, part_of
+from torchqwen_tpu.checkpoint.stacks import Stacks
 from torchqwen_tpu.checkpoint.writer import Saved
+from torchqwen_tpu.models.stacking import unstacked
+from torchqwen_tpu.parallel import DeviceMesh
 
 FORMATS = ("bf16", "fp8")
 _QUANTIZED = re.compile(
@@ -43,19 +46,21 @@ class Publisher:
     """The tensors of a checkpoint of one model.
 
     Args:
-        get: a tensor of the devices on the host.
+        mesh: where the model lies.
         files: what the model was loaded from; parts that are not built here are copied from there.
         whole_model: whether names are those of the whole model; if not, its vision part is left out.
         format: "bf16", "fp8", or None for what the model holds.
     """
 
     def __init__(
-        self, model: nn.Module, layout: WeightLayout, get: Callable[[torch.Tensor], torch.Tensor],
-        files: CheckpointFiles | None, whole_model: bool, format: str | None,
+        self, model: nn.Module, layout: WeightLayout, mesh: DeviceMesh, files: CheckpointFiles | None,
+        whole_model: bool, format: str | None,
     ):  # fmt: skip
-        self._parameters = dict(model.named_parameters())
+        self._parameters = {
+            name: (holder, value, index) for holder, value in model.named_parameters() for name, index in unstacked(holder)
+        }
         self._layout = layout
-        self._get = get
+        self._mesh = mesh
         self._files = files
         self._whole_model = whole_model
         self._format = format
@@ -63,24 +68,24 @@ class Publisher:
         self._scales = {scale_parameter(name) for name in self._parameters} & set(self._parameters)
         # Of one layer the experts' two matrices, whose tensors alternate in a file.
         self._host = functools.lru_cache(maxsize=2)(self._to_host)
-        holds_fp8 = any(value.dtype == FP8 for value in self._parameters.values())
+        holds_fp8 = any(value.dtype == FP8 for _, value, _ in self._parameters.values())
         self._writes_fp8 = format == "fp8" or (format is None and holds_fp8)
 
     @property
     def is_requantized(self) -> bool:
         """Whether FP8 weights have scales of output channels, which the published form has no place for."""
         return any(
-            self._parameters[name].dim() == (2 if name.removesuffix("_scale") + "_proj" in self._parameters else 1)
+            self._meta(name).dim() == (2 if name.removesuffix("_scale") + "_proj" in self._parameters else 1)
             for name in self._scales
         )
 
     def tensors(self) -> dict[str, Saved]:
         """Tensors by published name."""
         result = dict(self._carried())
-        for own, value in self._parameters.items():
+        for own in self._parameters:
             if own in self._scales:
                 continue
-            for part, meta in self._layout.to_published(own, value.to("meta")).items():
+            for part, meta in self._layout.to_published(own, self._meta(own)).items():
                 name = published_name(part, self._whole_model)
                 quantized = meta.dtype == FP8 or self._format == "fp8" and _QUANTIZED.fullmatch(name)
                 held = functools.partial(self._held, own, part)
@@ -91,16 +96,25 @@ class Publisher:
                     result[name] = _plain(meta.shape, kept, held)
         return result
 
+    def _meta(self, own: str) -> torch.Tensor:
+        _, value, index = self._parameters[own]
+        return value.to("meta") if index is None else value.to("meta")[index]
+
+    def _tensor(self, own: str) -> torch.Tensor:
+        """A parameter on the host."""
+        holder, value, index = self._parameters[own]
+        return self._mesh.get(value) if index is None else Stacks(self._mesh).read(holder, value, index)
+
     def _held(self, own: str, part: str) -> Scaled:
         return self._host(own)[part]
 
     def _to_host(self, own: str) -> dict[str, Scaled]:
         """A parameter on the host, by the published names of its parts."""
-        values = self._layout.to_published(own, self._get(self._parameters[own]))
+        values = self._layout.to_published(own, self._tensor(own))
         scale = scale_parameter(own)
         if scale not in self._scales:
             return {part: (value, None) for part, value in values.items()}
-        held = self._get(self._parameters[scale])
+        held = self._tensor(scale)
         if own.endswith(EXPERTS):
             return {part: (value, held) for part, value in values.items()}
         rows = self._layout.to_published(scale, held)
@@ -145,7 +159,7 @@ class Publisher:
                 yield name, _plain(meta.shape, meta.dtype, held)
         for parameter, sources in fp8.items():
             shape = self._fused_shape(sources)
-            dtype = self._dtype or next(iter(self._parameters.values())).dtype
+            dtype = self._dtype or next(iter(self._parameters.values()))[1].dtype
             yield parameter, _plain(shape, dtype, functools.partial(self._dequantized, shape, sources))
 
     def _fused_shape(self, sources: list[Source]) -> torch.Size:

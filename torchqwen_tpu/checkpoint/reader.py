@@ -52,9 +52,9 @@ def load_parameters(files: CheckpointFiles, layout: WeightLayout, fillings: list
         total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not logging.is_progress_bar_enabled()
     ) as bar:
         for filling, (value, scale) in _ahead(_in_file_order(files, fillings), assembler.assemble, _device_bytes):
-            place(filling.name, value, filling.index)
+            place(filling.holder, value, filling.index)
             if scale is not None:
-                place(scale_parameter(filling.name), scale, filling.index)
+                place(scale_parameter(filling.holder), scale, filling.index)
             del value, scale  # before the next is waited for
             for source in filling.sources:
                 files.release(source.name)

@@ -34,8 +34,9 @@ def add(commands) -> None:
         help="what becomes of FP8 weights (default: %(default)s, as on a TPU)",
     )  # fmt: skip
     parser.add_argument(
-        "--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"), help="of other weights (default: %(default)s)"
-    )
+        "--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"),
+        help="of other weights (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(run=run)
 

@@ -33,6 +33,7 @@ from torchqwen_tpu.checkpoint.resolve import (
     load_generation_config,
     resolve_folder,
 )  # fmt: skip
+from torchqwen_tpu.checkpoint.stacks import Stacks
 from torchqwen_tpu.checkpoint.writer import Saved, write_weights
 from torchqwen_tpu.config import ParallelConfig, RuntimeConfig
 from torchqwen_tpu.inputs import check_embeddings, check_ids, columns_of, limit_of
@@ -68,11 +69,11 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
     _is_stateful = True
     output_type = CausalLMOutputWithPast
 
-    def __init__(self, config: PretrainedConfig):
+    def __init__(self, config: PretrainedConfig, scan_layers: bool = False):
         check_family(config.model_type, "the configuration")
         super().__init__(config.get_text_config())
         self.checkpoint_config = config
-        self.model = TextModel(self.config)
+        self.model = TextModel(self.config, scan_layers)
         self.lm_head = None if self.config.tie_word_embeddings else Linear(self.config.hidden_size, self.config.vocab_size)
         self.vocab_size = self.config.vocab_size
         self._files: CheckpointFiles | None = None
@@ -120,8 +121,9 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
         check_quantization(config, folder)
         dtype = _resolve_dtype(dtype, config)
         files = CheckpointFiles(folder)
-        model = cls.without_weights(config, files)
         mesh, runtime = build_mesh(parallel), runtime or RuntimeConfig()
+        scan_layers = current_platform() == "tpu" if runtime.scan_layers is None else runtime.scan_layers
+        model = cls.without_weights(config, files, scan_layers)
         _check_divisible(model.config, mesh)
         model._load(files, mesh, dtype, runtime.quantization or DEFAULT_QUANTIZATION[current_platform()])
         model.generation_config = load_generation_config(folder, config)
@@ -129,18 +131,24 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
         return model
 
     @classmethod
-    def without_weights(cls, config: PretrainedConfig, files: CheckpointFiles) -> CausalLM:
+    def without_weights(cls, config: PretrainedConfig, files: CheckpointFiles, scan_layers: bool = False) -> CausalLM:
         """The model of a checkpoint on the meta device; `config` is told whether the files tie the head."""
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = is_head_tied(files, config)
         with torch.device("meta"):
-            return cls(config)
+            return cls(config, scan_layers)
 
     def _load(self, files: CheckpointFiles, mesh: DeviceMesh, dtype: torch.dtype, quantization: str) -> None:
         layout = WeightLayout(self.config)
         filled = prepare(files, self, layout, dtype, quantization)
 
+        stacks = Stacks(mesh)
+
         def place(name: str, value: torch.Tensor, index: int | None = None) -> None:
-            set_parameter(self, name, mesh.shard_parameter(name, value.to(torch_xla.device())))
+            if index is None:
+                placed = mesh.shard_parameter(name, value.to(torch_xla.device()))
+            else:
+                placed = stacks.write(name, self.get_parameter(name).detach(), value, index)
+            set_parameter(self, name, placed)
 
         self.requantization_error = load_parameters(files, layout, filled, place)
         for kind, error in self.requantization_error.items():
@@ -286,7 +294,7 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
         if folder.is_file():
             raise ValueError(f"{folder} is a file; pass a folder")
         whole = self.checkpoint_config is not self.config and self.checkpoint_config.model_type != self.config.model_type
-        publisher = Publisher(self, WeightLayout(self.config), self.mesh.get, self._files, whole, format)
+        publisher = Publisher(self, WeightLayout(self.config), self.mesh, self._files, whole, format)
         if publisher.is_requantized:
             raise ValueError(
                 "the weights were requantised per output channel as they were loaded, and would be saved with that loss; "

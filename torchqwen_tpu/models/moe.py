@@ -8,6 +8,7 @@ from torch import nn
 from torchqwen_tpu.batch import RaggedBatch
 from torchqwen_tpu.models.layers import MLP, Linear
 from torchqwen_tpu.ops import Operations
+from torchqwen_tpu.recording import Taps
 
 
 class Router(Linear):
@@ -49,12 +50,17 @@ class SparseMoeBlock(nn.Module):
         self.experts = Experts(config)
         self.shared_expert = MLP(config, config.shared_expert_intermediate_size)
 
-    def forward(self, hidden: torch.Tensor, batch: RaggedBatch, ops: Operations) -> torch.Tensor:
-        """[tokens, hidden size] → the same."""
+    def forward(
+        self, hidden: torch.Tensor, batch: RaggedBatch, number: torch.Tensor | None, ops: Operations, taps: Taps | None = None
+    ) -> torch.Tensor:
+        """[tokens, hidden size] → the same. The experts' parameters are stacks of which this is layer `number`, or, without
+        one, this layer's."""
         logits, shared_gate = self.router(hidden, ops.round_router)
+        if taps is not None:
+            taps |= {"router.logits": logits, "experts.input": hidden}
         experts = self.experts
         routed = ops.experts(
-            hidden, logits, batch.valid, experts.gate_up_proj, experts.down_proj, top_k=self.top_k,
+            hidden, logits, batch.valid, experts.gate_up_proj, experts.down_proj, number, top_k=self.top_k,
             gate_up_scale=experts.gate_up_scale, down_scale=experts.down_scale,
         )  # fmt: skip
         return routed + torch.sigmoid(shared_gate).to(hidden.dtype) * self.shared_expert(hidden)

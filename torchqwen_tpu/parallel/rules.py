@@ -5,6 +5,8 @@ A new layout is a new row.
 
 from __future__ import annotations
 
+from torchqwen_tpu.models.stacking import layers_of
+
 LAYOUT_RULES: dict[str, dict[str, tuple[str, ...]]] = {
     # logical axis: mesh axes that split it
     "dp": {"tokens": ("chip", "core"), "heads": (), "experts": ("chip", "core")},
@@ -32,7 +34,10 @@ PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
 
 
 def parameter_axes(name: str, dimensions: int) -> tuple[str | None, ...]:
-    """Logical axes of the parameter called `name`. The scales of a matrix are split as its output channels are."""
+    """Logical axes of the parameter called `name`; a stack of layers is not split by layer. The scales of a matrix are split
+    as its output channels are."""
+    if layers_of(name):
+        return (None, *parameter_axes(layers_of(name)[0], dimensions - 1))
     if name.endswith("weight_scale"):
         return (None,) * (dimensions - 1) + parameter_axes(name.removesuffix("_scale"), 2)[-1:]
     for ending, axes in PARAMETER_AXES.items():

@@ -10,8 +10,23 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch_xla
+import torch_xla.core.xla_builder as xla_builder
 from torch_xla import _XLAC
 from torch_xla.debug import metrics
+from torch_xla.experimental.scan import _scan_impl_pytree  # the public scan insists on autograd formulas
+
+# A type that torch_xla 2.9 lacks in its table, so that it cannot scan over it.
+xla_builder._PT_XLA_TYPE_MAP.setdefault(torch.float8_e4m3fn, "f8e4m3fn")
+
+
+def scan(function: Callable, carry, slices):
+    """`function(carry, slice) -> (carry, result)` over the first dimension of all tensors in `slices`, as one loop of the
+    graph → the last carry and the results, stacked. Nothing may be boolean.
+
+    `function` is traced once, and what it reads beside its arguments is traced with it: a tensor with data becomes an
+    input of the graph, the computation of any other is repeated in every turn.
+    """
+    return _scan_impl_pytree(function, carry, slices)
 
 
 def compilations() -> int:
