@@ -153,7 +153,7 @@ class Publisher:
                 if not name.endswith(SCALE):
                     parameter, source = parameter_of(name)
                     fp8[parameter].append(source)
-            elif self._format == "fp8" and not is_fp8 and _QUANTIZED.fullmatch(name) and meta.is_floating_point():
+            elif self._format == "fp8" and not (is_fp8 or is_vision(name)) and _QUANTIZED.fullmatch(name):
                 yield from self._quantized(name, meta.shape, held, False)
             else:
                 yield name, _plain(meta.shape, meta.dtype, held)
