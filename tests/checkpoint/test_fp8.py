@@ -6,8 +6,18 @@ import pytest
 import torch
 import transformers
 from checkpoints import (
-    TEXT, WHOLE, Checkpoint, assert_same, dequantize, dequantized, load, published_state, quantized, random_checkpoint,
-    unfuse, wide_config,
+    TEXT,
+    WHOLE,
+    Checkpoint,
+    assert_same,
+    dequantize,
+    dequantized,
+    load,
+    published_state,
+    quantized,
+    random_checkpoint,
+    unfuse,
+    wide_config,
 )  # fmt: skip
 from conftest import TINY
 from support import padded, random_rows, reference_logits
@@ -192,7 +202,8 @@ def test_mixed_precisions(wide, wide_fp8, tmp_path, row, policy):
     assert not any(f"layers.1.{part}" in name for name in names for part in mixed.values())
     assert bool(names) == (policy != "dequantize")
     state = published_state(model)
-    assert torch.equal(state["model.layers.1.self_attn.k_proj.weight"], plain[WHOLE + "layers.1.self_attn.k_proj.weight"].float())
+    expected = plain[WHOLE + "layers.1.self_attn.k_proj.weight"].float()
+    assert torch.equal(state["model.layers.1.self_attn.k_proj.weight"], expected)
     expected = plain[WHOLE + "layers.1.mlp.experts.3.down_proj.weight"].float()
     assert torch.equal(state["model.layers.1.mlp.experts.down_proj"][3], expected)
 

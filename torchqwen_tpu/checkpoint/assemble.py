@@ -65,7 +65,9 @@ class Assembler:
                 scale[part_of(scale.shape, source)] = piece_scale
         return value, scale
 
-    def _single_experts(self, shape: tuple[int, ...], sources: list[Source]) -> Iterator[tuple[Source, torch.Tensor, torch.Tensor]]:
+    def _single_experts(
+        self, shape: tuple[int, ...], sources: list[Source]
+    ) -> Iterator[tuple[Source, torch.Tensor, torch.Tensor | None]]:
         """Expert by expert what the files hold: where it belongs, numbers and block scales."""
         for source in sources:
             tensor, scale = self._read(source.name)
@@ -101,14 +103,33 @@ class Assembler:
     def _read(self, name: str) -> Scaled:
         """A tensor of the files and its block scales in float32."""
         tensor = self._files.read(name)
-        if not self._is_quantized(name):
-            return tensor, None
-        entry = self._files.tensors[scale_of(name)]
-        scale = self._files.read(scale_of(name)).float()
-        wrong = ~((scale > 0) & torch.isfinite(scale))
-        if wrong.any():
-            at = wrong.nonzero()[0].tolist()
-            raise CheckpointError(
-                f"{scale_of(name)} in {entry.file} holds {scale[tuple(at)].item()} at {at}; scales are positive and finite"
-            )
-        return tensor, scale
+        return tensor, read_scale(self._files, name) if self._is_quantized(name) else None
+
+
+def read_scale(files: CheckpointFiles, name: str) -> torch.Tensor:
+    """The block scales of the FP8 tensor `name` of the files, float32.
+
+    Raises:
+        CheckpointError: some are not positive numbers.
+    """
+    entry = files.tensors[scale_of(name)]
+    scale = files.read(scale_of(name)).float()
+    wrong = ~((scale > 0) & torch.isfinite(scale))
+    if wrong.any():
+        at = wrong.nonzero()[0].tolist()
+        raise CheckpointError(
+            f"{scale_of(name)} in {entry.file} holds {scale[tuple(at)].item()} at {at}; scales are positive and finite"
+        )
+    return scale
+
+
+def check_scales(files: CheckpointFiles, filling: Filling) -> list[str]:
+    """What is wrong with the scales of a parameter's tensors."""
+    problems = []
+    for source in filling.sources:
+        if files.tensors[source.name].dtype == QUANTIZED_DTYPE:
+            try:
+                read_scale(files, source.name)
+            except CheckpointError as error:
+                problems.append(str(error))
+    return problems

@@ -114,14 +114,14 @@ def fillings(
             own = value.to("meta") if index is None else value[index].to("meta")
             shapes[name], holders[name] = layout.to_published(name, own), (holder, index)
     forms = {name: _form(files, name, [plan.sources[part] for part in parts], parts, policy) for name, parts in shapes.items()}
-    for stack in {holder for holder, index in holders.values() if index is not None}:  # one tensor has one form
-        if len({forms[layer] for layer, _ in unstacked(stack)}) > 1:
-            forms |= {layer: "plain" for layer, _ in unstacked(stack)}
     for name in forms:  # the operation takes scales for both matrices of the experts or for neither
         if name.endswith(EXPERTS[0]):
             other = name.removesuffix("gate_up_proj") + "down_proj"
             if "plain" in (forms[name], forms[other]):
                 forms[name] = forms[other] = "plain"
+    for stack in {holder for holder, index in holders.values() if index is not None}:  # one tensor has one form
+        if len({forms[layer] for layer, _ in unstacked(stack)}) > 1:
+            forms |= {layer: "plain" for layer, _ in unstacked(stack)}
     result = []
     for name, parts in shapes.items():
         kept = torch.float32 if name.endswith(KEEP_FP32) else dtype

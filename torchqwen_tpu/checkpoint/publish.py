@@ -120,7 +120,9 @@ class Publisher:
         rows = self._layout.to_published(scale, held)
         return {part: (value, rows[part + "_scale"][::BLOCK]) for part, value in values.items()}
 
-    def _quantized(self, name: str, shape: torch.Size, held: Callable[[], Scaled], is_kept: bool) -> Iterator[tuple[str, Saved]]:
+    def _quantized(
+        self, name: str, shape: torch.Size, held: Callable[[], Scaled], is_kept: bool
+    ) -> Iterator[tuple[str, Saved]]:
         """FP8 tensors of a weight, an expert each, and their scales; these have the type that they were read with."""
         sources = {name: Source(name)}
         if len(shape) == 3:
@@ -145,13 +147,13 @@ class Publisher:
                 continue
             meta = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
             held = functools.partial(lambda name: (self._files.read(name), None), name)
-            scaled = tensors.get(name.removesuffix(SCALE)) if name.endswith(SCALE) else entry
-            is_fp8 = scaled is not None and scaled.dtype == QUANTIZED_DTYPE and (name.endswith(SCALE) or scale_of(name) in tensors)
+            weight = name.removesuffix(SCALE)
+            is_fp8 = scale_of(weight) in tensors and weight in tensors and tensors[weight].dtype == QUANTIZED_DTYPE
             if is_fp8 and not self._writes_fp8:
                 if not name.endswith(SCALE):
                     parameter, source = parameter_of(name)
                     fp8[parameter].append(source)
-            elif self._format == "fp8" and not is_fp8 and _QUANTIZED.fullmatch(name) and meta.is_floating_point():
+            elif self._format == "fp8" and not (is_fp8 or is_vision(name)) and _QUANTIZED.fullmatch(name):
                 yield from self._quantized(name, meta.shape, held, False)
             else:
                 yield name, _plain(meta.shape, meta.dtype, held)

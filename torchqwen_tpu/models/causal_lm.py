@@ -121,16 +121,21 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
         check_quantization(config, folder)
         dtype = _resolve_dtype(dtype, config)
         files = CheckpointFiles(folder)
-        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = is_head_tied(files, config)
         mesh, runtime = build_mesh(parallel), runtime or RuntimeConfig()
         scan_layers = current_platform() == "tpu" if runtime.scan_layers is None else runtime.scan_layers
-        with torch.device("meta"):
-            model = cls(config, scan_layers)
+        model = cls.without_weights(config, files, scan_layers)
         _check_divisible(model.config, mesh)
         model._load(files, mesh, dtype, runtime.quantization or DEFAULT_QUANTIZATION[current_platform()])
         model.generation_config = load_generation_config(folder, config)
         model._start(mesh, runtime, dtype)
         return model
+
+    @classmethod
+    def without_weights(cls, config: PretrainedConfig, files: CheckpointFiles, scan_layers: bool = False) -> CausalLM:
+        """The model of a checkpoint on the meta device; `config` is told whether the files tie the head."""
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = is_head_tied(files, config)
+        with torch.device("meta"):
+            return cls(config, scan_layers)
 
     def _load(self, files: CheckpointFiles, mesh: DeviceMesh, dtype: torch.dtype, quantization: str) -> None:
         layout = WeightLayout(self.config)
