@@ -10,10 +10,10 @@ from custom_ops.monitoring.finite import BROKEN_BY_MLP
 from custom_ops.monitoring.sample import when
 
 ROUTING = ("tokens", "entropy", "entropy_min", "largest_min", "largest_max", "flushed")
-"""First columns: tokens, the sum of their routers' entropies and the smallest one, in nats; smallest and largest over the tokens
-of a row's largest absolute value; and how many values FP8 with a scale a token would round to zero. (Such a scale is the row's
-largest value over 448: nothing is clipped above, so this is what FP8 loses.) The number of tokens that went to each expert
-follows, then how many of these left the experts with a value that is not finite."""
+"""First columns: tokens, the sum of their routers' entropies and the smallest one, in nats; smallest and largest over the
+tokens of a row's largest absolute value; and how many values FP8 with a scale a token would round to zero. (Such a scale is
+the row's largest value over 448: nothing is clipped above, so this is what FP8 loses.) The number of tokens that went to each
+expert follows, then how many of these left the experts with a value that is not finite."""
 FP8_RANGE = 448 * 2.0**10
 """Largest value of float8_e4m3fn over half of its smallest: below, a value is rounded to zero."""
 
