@@ -1,5 +1,6 @@
 """Qwen 3.5 on TPUs with PyTorch/XLA, as transformers' users know it."""
 
+from torchqwen_tpu import monitoring
 from torchqwen_tpu.auto import AutoModelForCausalLM, register
 from torchqwen_tpu.cache import HybridCache
 from torchqwen_tpu.config import EngineConfig, ParallelConfig, RuntimeConfig
@@ -18,6 +19,7 @@ __all__ = [
     "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForCausalLM",
     "RuntimeConfig",
+    "monitoring",
     "register",
     "score",
 ]

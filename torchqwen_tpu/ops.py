@@ -172,45 +172,36 @@ class Operations:
         op = self._op("first_not_finite", monitoring.first_not_finite, ((None, "tokens"), ROWS), (ROWS_DIM,))
         return op(codes, batch.valid)[0]
 
-    def attention_statistics(self, query, key, pages, layer, batch: RaggedBatch, look: torch.Tensor | None) -> torch.Tensor:
+    def attention_statistics(self, query, key, pages, layer, batch: RaggedBatch) -> torch.Tensor:
         """See `custom_ops.monitoring.attention_statistics`; [ranks, columns]."""
         op = self._op(
             "attention_statistics",
             monitoring.attention_statistics,
-            (ROWS_HEADS_DIM, ROWS_HEADS_DIM, PAGES, ROWS, ROWS, ROWS, ROWS, ROWS_DIM, (), *_scalar(look)),
+            (ROWS_HEADS_DIM, ROWS_HEADS_DIM, PAGES, ROWS, ROWS, ROWS, ROWS, ROWS_DIM, ()),
             (ROWS_DIM,),
             scale=query.shape[-1] ** -0.5,
             head_axes=self.mesh.axes("heads"),
         )
         sequences = (batch.query_start, batch.query_length, batch.context_length, batch.page_table)
-        return op(query, key, pages, batch.valid, *sequences, layer, *_given(look))[0]
+        return op(query, key, pages, batch.valid, *sequences, layer)[0]
 
-    def gated_delta_net_statistics(self, b, a, A_log, dt_bias, state, layer, batch: RaggedBatch, look: torch.Tensor | None):
+    def gated_delta_net_statistics(self, b, a, A_log, dt_bias, state, layer, batch: RaggedBatch) -> torch.Tensor:
         """See `custom_ops.monitoring.gated_delta_net_statistics`; [ranks, columns]."""
         op = self._op(
             "gated_delta_net_statistics",
             monitoring.gated_delta_net_statistics,
-            (ROWS_HEADS, ROWS_HEADS, HEADS, HEADS, RECURRENT_STATE, ROWS, ROWS, ROWS, ROWS, (), *_scalar(look)),
+            (ROWS_HEADS, ROWS_HEADS, HEADS, HEADS, RECURRENT_STATE, ROWS, ROWS, ROWS, ROWS, ()),
             (ROWS_DIM,),
             head_axes=self.mesh.axes("heads"),
         )
         sequences = (batch.query_length, batch.context_length, batch.slot)
-        return op(b, a, A_log, dt_bias, state, batch.valid, *sequences, layer, *_given(look))[0]
+        return op(b, a, A_log, dt_bias, state, batch.valid, *sequences, layer)[0]
 
-    def routing_statistics(self, rows, router_logits, batch: RaggedBatch, finiteness, look: torch.Tensor | None, *, top_k: int):
+    def routing_statistics(self, rows, router_logits, batch: RaggedBatch, finiteness, *, top_k: int) -> torch.Tensor:
         """See `custom_ops.monitoring.routing_statistics`; [ranks, columns]."""
-        axes = (ROWS_DIM, ROWS_DIM, ROWS, ROWS, *_scalar(look))
+        axes = (ROWS_DIM, ROWS_DIM, ROWS, ROWS)
         op = self._op("routing_statistics", monitoring.routing_statistics, axes, (ROWS_DIM,), top_k=top_k)
-        return op(rows, router_logits, batch.valid, finiteness, *_given(look))[0]
-
-
-def _scalar(value: torch.Tensor | None) -> tuple[Axes, ...]:
-    """Axes of an argument that may be missing."""
-    return () if value is None else ((),)
-
-
-def _given(value: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    return () if value is None else (value,)
+        return op(rows, router_logits, batch.valid, finiteness)[0]
 
 
 def _select(rows, index):

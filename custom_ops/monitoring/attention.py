@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
-from custom_ops.monitoring.sample import sample_sequences, when
+from custom_ops.monitoring.sample import sample_sequences
 
 ATTENTION = ("heads", "logit_min", "logit_max", "logit_bound", "saturated", "entropy")
 """Columns: how many pairs of a row and a head were sampled; smallest and largest of their logits; |q|·|k|·scale, the largest
@@ -21,9 +21,8 @@ FEWEST_KEYS = 16
 
 
 def attention_statistics(
-    query, key, pages, valid, query_start, query_length, context_length, page_table, layer, look=None, *,
-    scale: float, head_axes=(),
-):  # fmt: skip
+    query, key, pages, valid, query_start, query_length, context_length, page_table, layer, *, scale: float, head_axes=()
+):
     """One row of `ATTENTION`.
 
     Logits and softmax are exact for up to `ROWS` rows, spread over the step's sequences and over each of them, against the
@@ -38,32 +37,27 @@ def attention_statistics(
         valid: [T] bool, which rows are tokens.
         head_axes: mesh axes that split the heads.
     """
-
-    def compute():
-        sequence, turn, present = sample_sequences(query_length, context_length, ROWS)
-        length, times = query_length[sequence], -(-ROWS // present)
-        place = length - 1 - length * turn // times
-        position = context_length[sequence] + place
-        sampled = (position + 1 >= FEWEST_KEYS) & (length > 0)
-        pool, table = pages.reshape(-1, *pages.shape[2:]), page_table + layer * pages.shape[1]
-        keys, seen = _keys(pool, table, sequence, position)
-        heads = keys.shape[2]
-        row = jnp.clip(query_start[sequence] + place, 0, query.shape[0] - 1)
-        grouped = query[row].astype(jnp.float32).reshape(ROWS, heads, -1, query.shape[-1]) * scale
-        logits = jnp.einsum("rhgd,rlhd->rhgl", grouped, keys)
-        seen = (seen & sampled[:, None])[:, None, None, :]
-        weights = jnp.exp(logits - jnp.max(jnp.where(seen, logits, -1e30), axis=-1, keepdims=True))
-        weights = jnp.where(seen, weights, 0)
-        weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1)  # the largest is one, if any is there
-        entropy = -jnp.sum(jnp.where(weights > 0, weights * jnp.log(weights), 0))
-        saturated = jnp.sum(jnp.max(weights, -1) > SATURATED, dtype=jnp.float32)
-        count = jnp.sum(sampled, dtype=jnp.float32) * heads * grouped.shape[2]
-        bound = _largest_norm(query, valid) * _largest_norm(key, valid) * scale
-        smallest = jnp.min(jnp.where(seen, logits, jnp.inf))
-        largest = jnp.max(jnp.where(seen, logits, -jnp.inf))
-        return jnp.stack([count, smallest, largest, bound, saturated, entropy])
-
-    count, smallest, largest, bound, saturated, entropy = when(look, compute)
+    sequence, turn, present = sample_sequences(query_length, context_length, ROWS)
+    length, times = query_length[sequence], -(-ROWS // present)
+    place = length - 1 - length * turn // times
+    position = context_length[sequence] + place
+    sampled = (position + 1 >= FEWEST_KEYS) & (length > 0)
+    pool, table = pages.reshape(-1, *pages.shape[2:]), page_table + layer * pages.shape[1]
+    keys, seen = _keys(pool, table, sequence, position)
+    heads = keys.shape[2]
+    row = jnp.clip(query_start[sequence] + place, 0, query.shape[0] - 1)
+    grouped = query[row].astype(jnp.float32).reshape(ROWS, heads, -1, query.shape[-1]) * scale
+    logits = jnp.einsum("rhgd,rlhd->rhgl", grouped, keys)
+    seen = (seen & sampled[:, None])[:, None, None, :]
+    weights = jnp.exp(logits - jnp.max(jnp.where(seen, logits, -1e30), axis=-1, keepdims=True))
+    weights = jnp.where(seen, weights, 0)
+    weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1)  # the largest is one, if any is there
+    entropy = -jnp.sum(jnp.where(weights > 0, weights * jnp.log(weights), 0))
+    saturated = jnp.sum(jnp.max(weights, -1) > SATURATED, dtype=jnp.float32)
+    count = jnp.sum(sampled, dtype=jnp.float32) * heads * grouped.shape[2]
+    bound = _largest_norm(query, valid) * _largest_norm(key, valid) * scale
+    smallest = jnp.min(jnp.where(seen, logits, jnp.inf))
+    largest = jnp.max(jnp.where(seen, logits, -jnp.inf))
     if head_axes:
         count, saturated, entropy = lax.psum((count, saturated, entropy), head_axes)
         smallest, (largest, bound) = lax.pmin(smallest, head_axes), lax.pmax((largest, bound), head_axes)

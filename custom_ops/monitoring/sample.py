@@ -1,12 +1,8 @@
-"""A few sequences of a batch, others from step to step, and work that is only done when somebody looks."""
+"""A few sequences of a batch, others from step to step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import jax
 import jax.numpy as jnp
-from jax import lax
 
 
 def sample_sequences(query_length, context_length, count: int):
@@ -23,11 +19,3 @@ def sample_sequences(query_length, context_length, count: int):
     offset = ((longest * jnp.uint32(2654435769)) >> 16).astype(jnp.int32)
     number = jnp.arange(count)
     return order[(offset + number) % present], number // present, present
-
-
-def when(look, compute: Callable[[], jax.Array]):
-    """compute(), or zeros where the scalar `look` is false; without one (None) always compute()."""
-    if look is None:
-        return compute()
-    shape = jax.eval_shape(compute)
-    return lax.cond(look, compute, lambda: jnp.zeros(shape.shape, shape.dtype))

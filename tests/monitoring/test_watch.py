@@ -9,13 +9,13 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from support import padded, random_rows
+from support import padded
+from watched import ROWS
 
 from torchqwen_tpu import monitoring, score
 from torchqwen_tpu.monitoring import Limits, NumericalWarning
 from torchqwen_tpu.runtime.graph import compilations
 
-ROWS = random_rows((70, 30, 90), seed=60)
 BATCH = padded(ROWS)
 
 
@@ -115,20 +115,26 @@ def test_the_first_token_that_is_not_finite(small):
     assert finding.layer == 0 and f"token {place} of sequence 0" in finding.message
 
 
-def test_one_expert_that_takes_nearly_all_tokens(small):
-    """Its logit is moved by what all tokens have in common."""
-    router, seen = small.model.layers[2].mlp.router, []
-    hook = small.model.layers[2].mlp.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+@torch.no_grad()
+def test_one_expert_that_takes_nearly_all_tokens(small, small_reference):
+    """Its weights are fitted to what the router sees."""
+    seen = []
+    gate = small_reference.model.layers[2].mlp.gate
+    hook = gate.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].reshape(-1, gate.weight.shape[1])))
+    for row in ROWS:
+        small_reference(torch.tensor([row]))
     hook.remove()
+    hidden = torch.cat(seen)
+    fitted = torch.linalg.lstsq(hidden, torch.ones(len(hidden), 1)).solution[:, 0]
+    assert (hidden @ fitted > 0.1).float().mean() >= 0.9
 
     def plant(weights):
-        weights[:, 6] = 0
-        weights[:, 7] = 30 * torch.sign(torch.linspace(-1, 1, len(weights)))
-        weights[:, :6] *= 0.01
+        weights[:, : gate.weight.shape[0]] *= 1e-3
+        weights[:, 6] = 100 * fitted
 
-    with changed(router.weight, plant):
-        found = findings(small, forward, expert_share=0.3)
-    assert [one.layer for one in found if one.kind == "expert_share"] == [2]
+    with changed(small.model.layers[2].mlp.router.weight, plant):
+        (finding,) = findings(small, forward)
+    assert (finding.kind, finding.layer) == ("expert_share", 2) and "expert 6" in finding.message
 
 
 def test_softmax_saturation_from_scaled_queries(small):

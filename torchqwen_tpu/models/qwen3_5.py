@@ -139,12 +139,14 @@ class TextModel(nn.Module):
         layers = [self.layers.get_submodule(stack_name(stack)) for stack in run]
         own = [{name: value for name, value in layer.named_parameters() if not name.startswith(WHOLE)} for layer in layers]
 
+        flags = {name: value for name, value in vars(batch).items() if not isinstance(value, torch.Tensor)}
+
         def period(carry, slices):
             hidden, states, shared = carry
             records = []
             for layer, weights, of_kind in zip(layers, slices["weights"], slices["of_kind"], strict=True):
                 place = Place(of_kind, slices["in_stack"])
-                arguments = (hidden, RaggedBatch(**shared["batch"], decode=batch.decode), shared["rotary"], states, place, ops)
+                arguments = (hidden, RaggedBatch(**shared["batch"], **flags), shared["rotary"], states, place, ops)
                 hidden, states, recorded = functional_call(layer, weights, (*arguments, recorders))
                 records.append(recorded)
             return (hidden, states, shared), records

@@ -124,7 +124,9 @@ def format_comparison(result: Comparison) -> str:
         f"KL(a ‖ b): mean {summary['kl_mean']:.3g}, largest {summary['kl_max']:.3g} nats, at {summary['kl_max_position']:,}",
         f"same most likely token: {summary['agreement']:.2%}",
         f"nats a token: a {summary['nll_a']:.5f}, b {summary['nll_b']:.5f}",
-        "", "| tokens | mean KL | largest KL | same token | relative RMSE of the last layer |", "| --- | --- | --- | --- | --- |",
+        "",
+        "| tokens | mean KL | largest KL | same token | relative RMSE of the last layer |",
+        "| --- | --- | --- | --- | --- |",
     ]  # fmt: skip
     edges = result.edges[:: max(1, (len(result.edges) - 1) // 8)]
     for first, last in zip(edges[:-1], edges[1:], strict=True):

@@ -37,25 +37,30 @@ class Statistics:
         return cls(tuple(config.layer_types), getattr(config, "num_experts", 0), getattr(config, "num_experts_per_tok", 0))
 
     def layer(self, taps: Taps, batch: RaggedBatch, ops: Operations) -> dict[str, torch.Tensor]:
-        """`finiteness` [tokens], and a row of statistics [ranks, columns] for each part of the layer."""
-        look = None if batch.number is None else batch.number == 0
+        """`finiteness` [tokens] and, in a first step, a row of statistics [ranks, columns] for each part of the layer."""
         kept = {"finiteness": ops.finiteness(taps["mixed"], taps["output"])}
+        if not batch.first:
+            return kept
         if "attention.query" in taps:
             values = (taps[f"attention.{name}"] for name in ("query", "key", "pages"))
-            kept["attention"] = ops.attention_statistics(*values, taps["number"], batch, look)
+            kept["attention"] = ops.attention_statistics(*values, taps["number"], batch)
         else:
             values = (taps[f"gated_delta_net.{name}"] for name in ("b", "a", "A_log", "dt_bias", "state"))
-            kept["gated_delta_net"] = ops.gated_delta_net_statistics(*values, taps["number"], batch, look)
+            kept["gated_delta_net"] = ops.gated_delta_net_statistics(*values, taps["number"], batch)
         if "router.logits" in taps:
             kept["routing"] = ops.routing_statistics(
-                taps["experts.input"], taps["router.logits"], batch, kept["finiteness"], look, top_k=self.top_k
+                taps["experts.input"], taps["router.logits"], batch, kept["finiteness"], top_k=self.top_k
             )
         return kept
 
     def step(self, layers, batch, select, ops) -> tuple[torch.Tensor]:
-        """One tensor: fewer outputs cost less host time."""
+        """One tensor, since fewer outputs cost less host time; zeros for what was not looked at."""
         parts = [ops.first_not_finite(torch.stack([kept["finiteness"] for kept in layers]), batch)]
-        parts += [kept[part] for part, _, _ in self._parts[1:] for kept in layers if part in kept]
+        if batch.first:
+            parts += [kept[part] for part, _, _ in self._parts[1:] for kept in layers if part in kept]
+        else:
+            rest = sum(len(owners) * columns for _, owners, columns in self._parts[1:])
+            parts.append(parts[0].new_zeros(len(parts[0]), rest))
         return (torch.cat(parts, dim=1),)
 
     @cached_property

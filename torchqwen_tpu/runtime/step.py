@@ -216,7 +216,7 @@ class Steps:
 
         # What a step reads is part of the carry even where it never changes: tensors that scan finds by itself are
         # captured with the values they have now.
-        def one_step(carry, number):
+        def one_step(carry, number, first=False):
             token, finished, fed, length, generated, states, constant = carry
             finished, fed = finished > 0, fed > 0  # scan carries no booleans
             # A finished sequence still takes in its stop token, as in transformers, unless nothing else goes on.
@@ -229,7 +229,7 @@ class Steps:
                 slot=constant["row"],
                 page_table=constant["page_table"],
                 decode=True,
-                number=number,
+                first=first,
             )
             embeddings = F.embedding(token, self.decoder.embed_tokens.weight)
             output = self.decoder(embeddings, batch, states, self.ops, shape.recorders)
@@ -268,7 +268,16 @@ class Steps:
             tuple(tensors[2:]), constant,
         )  # fmt: skip
         numbers = torch.arange(self.runtime.decode_steps, dtype=torch.int32, device=tensors[0].device)
-        (_, _, _, length, _, states, _), (tokens, *records) = scan(one_step, carry, numbers)
+        steps = []
+        if shape.recorders:  # they look at more in the first step than in the others
+            carry, results = one_step(carry, numbers[0], first=True)
+            steps.append([result.unsqueeze(0) for result in results])
+            numbers = numbers[1:]
+        if len(numbers):
+            carry, results = scan(one_step, carry, numbers)
+            steps.append(results)
+        tokens, *records = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*steps, strict=True))
+        _, _, _, length, _, states, _ = carry
         return [*states, torch.cat([tokens, length.unsqueeze(0)]), *records]
 
 
