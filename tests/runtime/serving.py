@@ -102,7 +102,7 @@ def main() -> None:
         parallel=ParallelConfig(options.chips, options.cores, options.layout),
     )  # fmt: skip
     prompts, params = load(**options.load)
-    engine = Engine(model, EngineConfig(**options.engine), warm_up=False)
+    engine = Engine(model, EngineConfig(**options.engine))
     aborted = frozenset(range(0, len(prompts), options.aborts)) if options.aborts else frozenset()
     outputs = serve(engine, prompts, params, aborted=aborted)
     empty, preemptions = is_empty(engine), engine.scheduler.preemptions
@@ -117,6 +117,7 @@ def main() -> None:
         "run alone": len(others),
         "aborted": sum(output.finish_reason == "abort" for output in outputs.values()),
         "preemptions": preemptions,
+        "compilations": engine.statistics.compilations,
         "empty": empty,
     }))  # fmt: skip
 

@@ -141,11 +141,11 @@ def test_prefixes_are_reused(engine):
 
 
 def test_a_conversation_goes_on_from_its_last_prompt(engine):
-    prompt = PROMPTS[4]
+    prompt, reusable = PROMPTS[4], 0
     for _ in range(3):
         engine.reset_statistics()
         (output,) = engine.generate([prompt], GREEDY)
-        assert engine.statistics.reused_tokens == (0 if prompt is PROMPTS[4] else reusable)
+        assert engine.statistics.reused_tokens == reusable
         reusable = (len(prompt) - 1) // 16 * 16
         prompt = prompt + output.token_ids + [5]
     engine.forget_prefixes()

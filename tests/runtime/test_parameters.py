@@ -70,6 +70,9 @@ def test_errors_name_the_parameter(given, named):
         resolve(given)
 
 
-@pytest.mark.parametrize("given", [{"num_beams": 1}, {"repetition_penalty": 1.0}, {"use_cache": False}, {"pad_token_id": 3}], ids=str)
+WITHOUT_EFFECT = [{"num_beams": 1}, {"repetition_penalty": 1.0}, {"use_cache": False}, {"pad_token_id": 3}]
+
+
+@pytest.mark.parametrize("given", WITHOUT_EFFECT, ids=str)
 def test_settings_without_effect(given):
     assert resolve({**given, "seed": 1}) == resolve({"seed": 1})

@@ -14,7 +14,7 @@ from torchqwen_tpu.commands.arguments import count, load_model, model_arguments,
 
 def add(commands) -> None:
     parser = commands.add_parser(
-        "bench", parents=[model_arguments("float32")], help="measure greedy generation and prefill",
+        "bench", parents=[model_arguments("float32", required=False)], help="measure greedy generation and prefill",
         description="Greedy generation of random prompts with stop tokens off, and prefill of one prompt. After a "
         "warm-up that compiles, both libraries are measured in turn; each figure is the median.",
     )  # fmt: skip
@@ -26,9 +26,7 @@ def add(commands) -> None:
     parser.add_argument("--pairs", type=positive, default=5, metavar="N", help="measurements (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
-    # `bench serve` brings its own --model, `bench host` none; else argparse would ask for one before their names.
-    model = next(action for action in parser._actions if action.dest == "model")
-    model.required = False
+    # Not required: `bench serve` brings its own --model, `bench host` none.
     parser.set_defaults(missing_model=lambda: parser.error("the following arguments are required: --model"))
     others = parser.add_subparsers(metavar="serve | host", help="measure the engine under load, or the host's part of a call")
     bench_serve.add(others)

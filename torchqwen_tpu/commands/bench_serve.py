@@ -17,9 +17,9 @@ def add(commands) -> None:
         description="Requests of random tokens run on the engine, so many at a time. Prints tokens a second, time to the first "
         "token and per output token, a step's time on host and device, and how full pages and slots are.",
     )  # fmt: skip
-    parser.add_argument("--input-len", type=positive, default=512, metavar="N", help="tokens of a prompt (default: %(default)s)")
+    parser.add_argument("--input-len", type=positive, default=512, metavar="N", help="of a prompt (default: %(default)s)")
     parser.add_argument("--output-len", type=positive, default=64, metavar="N", help="new tokens (default: %(default)s)")
-    parser.add_argument("--concurrency", type=positive, default=64, metavar="N", help="requests at a time (default: %(default)s)")
+    parser.add_argument("--concurrency", type=positive, default=64, metavar="N", help="at a time (default: %(default)s)")
     parser.add_argument("--requests", type=positive, metavar="N", help="in all (default: twice the concurrency)")
     parser.add_argument("--mixed", action="store_true", help="draw lengths evenly from 1 to the given ones")
     parser.add_argument("--against", choices=PEERS, help="another library, in padded batches, to measure beside this one")

@@ -6,53 +6,27 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
-import numpy as np
-import torch
 from torch_xla.runtime import device_type
 from tqdm.auto import tqdm
 from transformers import GenerationConfig
 from transformers.utils import logging
 
 from torchqwen_tpu.config import EngineConfig
-from torchqwen_tpu.inputs import check_ids, limit_of
+from torchqwen_tpu.inputs import limit_of
 from torchqwen_tpu.runtime.budget import plan_budget
 from torchqwen_tpu.runtime.execution import Executor
 from torchqwen_tpu.runtime.graph import compilations
 from torchqwen_tpu.runtime.parameters import Parameters, resolve_parameters
 from torchqwen_tpu.runtime.prefix import page_keys
+from torchqwen_tpu.runtime.prompts import end_at_stop_string, prompt_tokens
 from torchqwen_tpu.runtime.request import Request, RequestOutput
 from torchqwen_tpu.runtime.scheduler import Scheduler
+from torchqwen_tpu.runtime.statistics import Statistics
 
 logger = logging.get_logger(__name__)
 
 Params = GenerationConfig | Mapping | None
-
-
-@dataclass
-class Statistics:
-    """What an engine has done since `Engine.reset_statistics`, times in seconds.
-
-    Attributes:
-        step_seconds, device_seconds: time in steps; the part of it in which the device was given work or waited for. The
-            rest is the host's.
-        prefill_tokens: tokens that prefill steps took, those computed again after a preemption included.
-        reused_tokens: tokens of prompts that were not computed because an earlier request had computed them.
-        compilations: graphs compiled in steps: a fault after warm-up.
-        pages, slots: shares of the pools in use, summed over steps.
-    """
-
-    steps: int = 0
-    step_seconds: float = 0.0
-    device_seconds: float = 0.0
-    prefill_tokens: int = 0
-    generated_tokens: int = 0
-    reused_tokens: int = 0
-    preemptions: int = 0
-    compilations: int = 0
-    pages: float = 0.0
-    slots: float = 0.0
 
 
 class Engine:
@@ -69,6 +43,10 @@ class Engine:
         warm_up: compile everything now, with a progress bar. Otherwise graphs are compiled when they are first needed.
 
     One thread drives an engine (`step`, `stream`, `generate`); `add` and `abort` may be called from any.
+
+    Attributes:
+        max_length: the most tokens of a request, prompt and new ones.
+        statistics: what it has done.
     """
 
     def __init__(self, model, config: EngineConfig | None = None, *, tokenizer=None, warm_up: bool = True):
@@ -107,9 +85,8 @@ class Engine:
         """
         outputs: dict[str, RequestOutput] = {}
         ids = []
-        with tqdm(
-            total=len(prompts), desc="Generating", unit="request", disable=not progress or not logging.is_progress_bar_enabled()
-        ) as bar:
+        shown = progress and logging.is_progress_bar_enabled()
+        with tqdm(total=len(prompts), desc="Generating", unit="request", disable=not shown) as bar:
             for output in self._run(prompts, params, ids):
                 if output.finished:
                     outputs[output.request_id] = output
@@ -130,7 +107,7 @@ class Engine:
             ValueError: a prompt that is not a list of token ids, unknown or unsupported parameters, an id in use, or a
                 request that can never fit.
         """
-        tokens = self._tokens(prompt)
+        tokens = prompt_tokens(prompt, self.tokenizer, self._vocabulary)
         parameters = resolve_parameters(params, self._defaults, len(tokens))
         if parameters.stop_strings and self.tokenizer is None:
             raise ValueError("stop_strings need a tokenizer: Engine(model, tokenizer=...)")
@@ -217,19 +194,6 @@ class Engine:
             for request_id in pending:
                 self.abort(request_id)
 
-    def _tokens(self, prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("a prompt is a list of token ids; for texts make the engine with a tokenizer")
-            prompt = self.tokenizer(prompt).input_ids
-        try:
-            ids = torch.as_tensor(np.asarray(prompt))
-        except (TypeError, ValueError):
-            ids = None
-        if ids is None or ids.dim() != 1 or (ids.numel() and ids.dtype not in (torch.int64, torch.int32)):
-            raise ValueError(f"a prompt is a list of token ids, not {str(prompt)[:80]!r}")
-        return check_ids(ids[None].long(), self._vocabulary)[0].tolist()
-
     def _length_of(self, tokens: list[int], parameters: Parameters) -> int:
         """Length at which a request ends."""
         new = parameters.max_new_tokens
@@ -269,29 +233,18 @@ class Engine:
         """Tokens that were generated, all but a stop token followed by the next."""
         if request.first_token is None:
             request.first_token = time.perf_counter()
-        before = len(request.tokens)
+        before = request.generated
         request.tokens += tokens
         self.statistics.generated_tokens += len(tokens)
-        if (end := self._stop_string(request, before)) is not None:
-            del request.tokens[end:]
+        stops = request.parameters.stop_strings
+        end = end_at_stop_string(request.tokens[request.prompt_tokens :], before, stops, self.tokenizer) if stops else None
+        if end is not None:
+            del request.tokens[request.prompt_tokens + end :]
             self._end(request, "stop")
         elif request.tokens[-1] in request.parameters.eos:
             self._end(request, "stop")
         elif len(request.tokens) >= request.max_tokens:
             self._end(request, "length")
-
-    def _stop_string(self, request: Request, before: int) -> int | None:
-        """Length at which a stop string is complete, if the tokens after `before` complete one."""
-        stops = request.parameters.stop_strings
-        if not stops:
-            return None
-        window = 1 + max(len(stop.encode()) for stop in stops)  # a token is a byte at least
-        for end in range(before + 1, len(request.tokens) + 1):
-            first = max(request.prompt_tokens, end - window)
-            text = self.tokenizer.decode(request.tokens[first:end])
-            if any(stop in text for stop in stops):
-                return end
-        return None
 
     def _end(self, request: Request, reason: str) -> None:
         request.finish_reason, request.ended = reason, time.perf_counter()
@@ -329,8 +282,7 @@ class Engine:
             logger.error(f"{compiled} graphs were compiled in service, after warm-up; please report this as a fault")
 
     def _warm_up(self) -> None:
-        with tqdm(
-            total=self._executor.graphs, desc="Warming up the engine", unit="graph", disable=not logging.is_progress_bar_enabled()
-        ) as bar:
+        shown = logging.is_progress_bar_enabled()
+        with tqdm(total=self._executor.graphs, desc="Warming up the engine", unit="graph", disable=not shown) as bar:
             self._executor.warm_up(bar.update)
         self._warm = True

@@ -18,7 +18,7 @@ from torchqwen_tpu.runtime.packing import SMALLEST_BUCKET
 from torchqwen_tpu.runtime.parameters import SHORTLIST
 from torchqwen_tpu.runtime.request import Request
 from torchqwen_tpu.runtime.scheduler import Move, Piece
-from torchqwen_tpu.runtime.step import EOS_SLOTS, DecodeShape, ExtendShape, Steps
+from torchqwen_tpu.runtime.step import DecodeShape, ExtendShape, Steps
 
 _SAMPLING = ("temperature", "top_p", "min_p")
 
