@@ -89,7 +89,10 @@ def write_scores(file: Path, scores: Sequence[TokenScores], lines: Sequence[int]
         offset = np.cumsum([0, *(len(scored.token_ids) for scored in scores)])
         np.savez_compressed(file, line=np.array(lines), offset=offset, **joined)
         return
-    records = ({"line": line, **{name: a.tolist() for name, a in column.items()}} for line, column in zip(lines, columns, strict=True))
+    records = (
+        {"line": line, **{name: array.tolist() for name, array in column.items()}}
+        for line, column in zip(lines, columns, strict=True)
+    )
     if file.suffix == ".jsonl":
         with file.open("w", encoding="utf-8") as output:
             output.writelines(f"{json.dumps(record)}\n" for record in records)
