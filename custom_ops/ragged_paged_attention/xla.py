@@ -16,9 +16,9 @@ from custom_ops.ragged import take_at, tile_sequences
 from custom_ops.ragged_paged_attention.pages import write
 
 QUERY_TILE = 128
-"""Rows of one sequence that are handled together in prefill."""
+"""Most rows of one sequence that are handled together in prefill; fewer where a batch has few rows a sequence."""
 BLOCK = 256
-"""Positions that one step of the inner loop reads in prefill, rounded up to whole pages."""
+"""Positions that one step of the inner loop reads in prefill beside a whole tile, rounded up to whole pages."""
 MASKED = -1e30
 """Score of an unseen position: finite, so that a block without any seen position leaves no NaN."""
 
@@ -30,8 +30,9 @@ def ragged_paged_attention(
     pages = write(pages, key, value, query_start, query_length, context_length, page_table)
     rows, query_heads, dim = query.shape
     heads, group, page_size = key.shape[1], query_heads // key.shape[1], pages.shape[1]
-    tile = 1 if decode else QUERY_TILE
-    step = 1 if decode else min(max(BLOCK // page_size, 1), page_table.shape[1])  # pages a step
+    tile = 1 if decode else tile_rows(rows, query_start.shape[0])
+    positions = BLOCK if tile == QUERY_TILE else BLOCK // 2
+    step = 1 if decode else min(max(positions // page_size, 1), page_table.shape[1])  # pages a step
     tiles = tile_sequences(query_start, query_length, tokens=rows, tile=tile)
     padded = -(-page_table.shape[1] // step) * step - page_table.shape[1]
     page_table = jnp.pad(page_table, ((0, 0), (0, padded)))  # unread: positions there are never seen
@@ -97,3 +98,10 @@ def _as_it_lies(pages):
         return lax.optimization_barrier(with_layout_constraint(pages, Layout(tuple(range(pages.ndim)))))
 
     return lax.platform_dependent(pages, tpu=fixed, default=lambda pages: pages)
+
+
+def tile_rows(tokens: int, sequences: int) -> int:
+    """Rows a tile for a batch with room for `tokens` rows of `sequences` sequences: about their mean number, as a tile is
+    computed whole however few of its rows are tokens; within 16 and `QUERY_TILE`."""
+    mean = max(tokens // sequences, 1)
+    return min(max(1 << mean.bit_length() - 1, 16), QUERY_TILE)
