@@ -111,7 +111,7 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
         scan_layers = current_platform() == "tpu" if runtime.scan_layers is None else runtime.scan_layers
         with torch.device("meta"):
             model = cls(config, scan_layers)
-        _check_divisible(model.config, mesh)
+        check_divisible(model.config, mesh)
         load_parameters(files, model, model.config, dtype, lambda name, value: _place(mesh, name, value))
         model.generation_config = load_generation_config(folder, config)
         model._files = files
@@ -339,7 +339,7 @@ def _resolve_dtype(dtype: torch.dtype | str | None, config: PretrainedConfig) ->
     return resolved
 
 
-def _check_divisible(config, mesh: DeviceMesh) -> None:
+def check_divisible(config, mesh: DeviceMesh) -> None:
     counts = {
         "heads": ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"),
         "experts": ("num_experts",),
