@@ -28,6 +28,8 @@ Trips = Callable[[Instruction, tuple[str, ...]], float | None]
 """Turns of a while loop whose bound is data, by the loop and the operations of the loops around it."""
 KernelTrips = Callable[[str, Loop], int | None]
 """Turns of a loop in a kernel whose bound is data, by the kernel's name."""
+KernelBytes = Callable[[str], int | None]
+"""Bytes that a kernel moves, where its operands and results do not tell."""
 
 
 @dataclass
@@ -107,10 +109,11 @@ class Player:
         classify: Callable[[Module, Computation, Instruction], str],
         trips: Trips,
         kernel_trips: KernelTrips,
+        kernel_bytes: KernelBytes,
         bandwidth: float | None = None,
     ):
         self.module, self.chip, self.torus = module, chip, torus
-        self.classify, self.trips, self.kernel_trips = classify, trips, kernel_trips
+        self.classify, self.trips, self.kernel_trips, self.kernel_bytes = classify, trips, kernel_trips, kernel_bytes
         self.bandwidth = bandwidth or chip.hbm_bandwidth
         self._keys = ProgramKeys(module)
         self._programs = self._by_key(schedules)
@@ -177,7 +180,8 @@ class Player:
         """Class, cycles, bytes of HBM, and whether the cycles are XLA's estimate."""
         place = (computation.name, instruction.name)
         if place not in self._known:
-            size = hbm_bytes(self.module, computation, instruction)
+            size = self.kernel_bytes(instruction.name) if instruction.opcode == "custom-call" else None
+            size = hbm_bytes(self.module, computation, instruction) if size is None else size
             found = self._programs.get(self._keys.key(computation, instruction))
             cycles = None if found is None else self._bundles(*found)
             estimated = cycles is None
@@ -288,7 +292,9 @@ class Player:
         results = sum(array.bytes for array in instruction.arrays if array.dims)
         operands = [computation.by_name[name] for name in instruction.operands if name in computation.by_name]
         given = sum(array.bytes for operand in operands for array in operand.arrays)
-        size = {"all-gather": results - (given if asynchronous and instruction.opcode.endswith("start") else 0)}.get(kind, given)
+        if instruction.opcode.endswith("-start"):
+            results -= given  # a -start gives its operands back beside its results
+        size = results if kind == "all-gather" else given
         seconds = collective_time(kind, size, links, self.chip)
         operation = operation_of(instruction) or "model"
         key = (kind, size, links.devices, operation, asynchronous)

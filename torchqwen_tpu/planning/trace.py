@@ -17,13 +17,15 @@ from torchqwen_tpu.cache import CacheLayout
 from torchqwen_tpu.checkpoint.reader import KEEP_FP32
 from torchqwen_tpu.config import RuntimeConfig
 from torchqwen_tpu.models.causal_lm import CausalLM, check_divisible
-from torchqwen_tpu.ops import Operations
+from torchqwen_tpu.ops import CONV_STATE, PAGES, RECURRENT_STATE, Operations
 from torchqwen_tpu.parallel.mesh import Axes, DeviceMesh
 from torchqwen_tpu.parallel.rules import parameter_axes
 from torchqwen_tpu.planning.request import Graph
 from torchqwen_tpu.runtime.step import DecodeShape, ExtendShape, Steps
 
-STATE, HEADER = "state", "header"
+STATES = {CONV_STATE: "convolution windows", RECURRENT_STATE: "recurrent states", PAGES: "KV pages"}
+"""What states are called, by their logical axes."""
+HEADER = "header"
 
 
 @dataclass
@@ -92,14 +94,14 @@ def trace(config: PretrainedConfig, graph: Graph) -> Traced:
         layout = CacheLayout(model.config, mesh, runtime, dtype)
         cache = layout.shape(graph.sequences, graph.tokens_per_sequence)
         decode = graph.tokens is None
-        shape = DecodeShape(cache, candidates=graph.candidates) if decode else ExtendShape(graph.tokens, cache.rows, cache)
-        tensors = [placeholders.make(HEADER, (mesh.ranks, shape.header.width), torch.int32, ("tokens", None))]
+        size = DecodeShape(cache, candidates=graph.candidates) if decode else ExtendShape(graph.tokens, cache.rows, cache)
+        tensors = [placeholders.make(HEADER, (mesh.ranks, size.header.width), torch.int32, ("tokens", None))]
         if decode:
             tensors.append(placeholders.make(HEADER, (mesh.ranks, 3 * cache.rows), torch.float32, ("tokens", None)))
         first = len(placeholders.inputs)
-        states = [placeholders.make(STATE, *array) for array in layout.arrays(cache)]
+        states = [placeholders.make(STATES[axes], shape, kind, axes) for shape, kind, axes in layout.arrays(cache)]
         function = steps._trace_decode if decode else steps._trace_extend
-        outputs = function(shape, (*tensors, *states))
+        outputs = function(size, (*tensors, *states))
     donated = {first + number: number for number in range(len(states))}
     abstract = mesh.abstract or AbstractMesh((1, 1), ("chip", "core"))
     return Traced(outputs, placeholders.inputs, donated, abstract)

@@ -16,6 +16,8 @@ FREE = frozenset({
 _VIEWS = ("bitcast", "reshape", "copy", "transpose", "get-tuple-element")
 """Inside a fusion these move nothing by themselves."""
 _SLICES = ("dynamic-slice", "slice", "gather")
+_UNLIKE = re.compile(r", metadata=\{[^}]*\}|, backend_config=.*|(?:calls|to_apply)=%[\w.\-<>]+")
+"""What equal programs may differ in."""
 _NAMES = re.compile(r"%[\w.\-<>]+")
 
 
@@ -92,7 +94,8 @@ def _written(module: Module, fused: Computation, fusion: Instruction) -> int:
     parts = [fused.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
     if len(parts) != len(fusion.arrays):
         return _in_hbm(fusion)
-    return sum(_updated(module, fused, part, array.bytes) for part, array in zip(parts, fusion.arrays, strict=True) if array.in_hbm)
+    pairs = zip(parts, fusion.arrays, strict=True)
+    return sum(_updated(module, fused, part, array.bytes) for part, array in pairs if array.in_hbm)
 
 
 def _updated(module: Module, fused: Computation, part: Instruction, whole: int) -> int:
@@ -130,7 +133,7 @@ class ProgramKeys:
 
         for instruction in self._module.computations[name].instructions:
             called = " ".join(self._digest(inner) for _, inner in instruction.called)
-            attributes = re.sub(r", metadata=\{[^}]*\}|, backend_config=.*|(?:calls|to_apply)=%[\w.\-<>]+", "", instruction.attributes)
+            attributes = _UNLIKE.sub("", instruction.attributes)
             named = f"%{instruction.name} = {instruction.shape} {instruction.text} {attributes}"
             lines.append(_NAMES.sub(numbered, named) + called)
         return hashlib.sha1("\n".join(lines).encode()).hexdigest()[:16]
