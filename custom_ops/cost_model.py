@@ -18,9 +18,9 @@ What it says is modelled, never measured. A core (half a chip of TPU7x, a whole 
 - **Die to die.** The cores of one chip are connected at six links' bandwidth; a collective takes the longer of its
   part over ICI and its part between the dies.
 
-Sources: bandwidths, matrix throughput and sizes of TPU7x, v6e and v5e are Google's published figures; `measured` is the bandwidth
-that Google saw in its kernels of this model on TPU7x (3.21 of 3.69 TB/s), and the same 87 % for others. The model of the
-collectives gives 564 µs and 284 µs for an all-gather of 8,192 rows of 4,096 on 2x2x1 in BF16 and FP8; 559 and 283 were
+Sources: bandwidths, matrix throughput and sizes are Google's published figures; `measured` is the bandwidth that Google saw
+in its kernels of this model on TPU7x (3.21 of 3.69 TB/s), and the same 87 % for others. The model of the collectives
+gives 564 µs and 284 µs for an all-gather of 8,192 rows of 4,096 on 2x2x1 in BF16 and FP8; 559 and 283 were
 published. `HOP`, `START` and `HBM_LATENCY` are assumed: nothing is published.
 """
 

@@ -13,6 +13,9 @@ from custom_ops.ragged_moe import xla as ragged_moe_xla
 from custom_ops.ragged_moe.layer import with_experts
 from custom_ops.ragged_paged_attention import reference as attention_reference
 from custom_ops.ragged_paged_attention import xla as attention_xla
+from custom_ops.reduce_scatter import pallas_tpu as reduce_scatter_pallas
+from custom_ops.reduce_scatter import reference as reduce_scatter_reference
+from custom_ops.reduce_scatter import xla as reduce_scatter_xla
 
 IMPLEMENTATIONS: dict[str, dict[str, Callable]] = {
     "gated_delta_net": {
@@ -28,9 +31,17 @@ IMPLEMENTATIONS: dict[str, dict[str, Callable]] = {
         "reference": attention_reference.ragged_paged_attention,
         "xla": attention_xla.ragged_paged_attention,
     },
+    "reduce_scatter": {
+        "reference": reduce_scatter_reference.reduce_scatter,
+        "xla": reduce_scatter_xla.reduce_scatter,
+        "pallas_tpu": reduce_scatter_pallas.reduce_scatter,
+    },
 }
 
-SUPPORTS: dict[str, dict[str, Callable[..., bool]]] = {"gated_delta_net": {"pallas_tpu": gated_delta_net_pallas.supports}}
+SUPPORTS: dict[str, dict[str, Callable[..., bool]]] = {
+    "gated_delta_net": {"pallas_tpu": gated_delta_net_pallas.supports},
+    "reduce_scatter": {"pallas_tpu": reduce_scatter_pallas.supports},
+}
 """By operation and implementation: whether it takes a shape, for implementations that do not take all."""
 
 PREFERRED = {"cpu": ("xla",), "tpu": ("pallas_tpu", "xla")}

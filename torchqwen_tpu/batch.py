@@ -24,6 +24,7 @@ class RaggedBatch:
         slot: [R*S] where its recurrent states live.
         page_table: [R*S, P] its KV pages.
         decode: every sequence has at most one row, row i belonging to sequence i, and the slots of a rank are a run.
+        number: [] int32, which of the steps that run in one go this is; None where it runs alone.
     """
 
     positions: torch.Tensor
@@ -33,6 +34,7 @@ class RaggedBatch:
     slot: torch.Tensor
     page_table: torch.Tensor
     decode: bool = False
+    number: torch.Tensor | None = None
 
     @property
     def valid(self) -> torch.Tensor:

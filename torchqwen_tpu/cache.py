@@ -20,11 +20,20 @@ DEFAULT_PAGE_SIZE = {"CPU": 64, "TPU": 256}
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Sizes of a cache. `rows` sequences a rank, of `pages` KV pages each."""
+    """Sizes of a cache: `rows` sequences a rank, each with a page table of `pages` KV pages.
+
+    `pool` is the number of pages a rank that the tables name; None where every row has pages of its own.
+    """
 
     rows: int
     pages: int
     page_size: int
+    pool: int | None = None
+
+    @property
+    def pool_pages(self) -> int:
+        """KV pages a rank."""
+        return self.rows * self.pages if self.pool is None else self.pool
 
 
 class CacheLayout:
@@ -54,7 +63,7 @@ class CacheLayout:
             state = (linear, rows, gdn.value_heads, gdn.key_dim, gdn.value_dim)
             arrays += [(window, self.dtype, CONV_STATE), (state, self.state_dtype, RECURRENT_STATE)]
         if full:
-            pages = (full, rows * shape.pages, shape.page_size, 2 * config.num_key_value_heads, config.head_dim)
+            pages = (full, self.mesh.ranks * shape.pool_pages, shape.page_size, 2 * config.num_key_value_heads, config.head_dim)
             arrays.append((pages, self.dtype, PAGES))
         return arrays
 

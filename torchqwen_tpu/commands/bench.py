@@ -1,4 +1,4 @@
-"""`torchqwen-tpu bench`: greedy generation and prefill, measured beside another library."""
+"""`torchqwen-tpu bench`: greedy generation and prefill, measured beside another library; `bench serve` is in `bench_serve`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 
 from torchqwen_tpu.benchmark import PEERS, Sizes, format_table, measure
 from torchqwen_tpu.checkpoint.resolve import load_config, resolve_folder
+from torchqwen_tpu.commands import bench_serve
 from torchqwen_tpu.commands.arguments import count, load_model, model_arguments, positive, positive_list
 
 
@@ -24,9 +25,16 @@ def add(commands) -> None:
     parser.add_argument("--pairs", type=positive, default=5, metavar="N", help="measurements (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
+    # `bench serve` brings its own --model; without it argparse would ask for one before `serve`.
+    model = next(action for action in parser._actions if action.dest == "model")
+    model.required = False
+    parser.set_defaults(missing_model=lambda: parser.error("the following arguments are required: --model"))
+    bench_serve.add(parser.add_subparsers(metavar="serve", help="measure the engine under load"))
 
 
 def run(arguments: argparse.Namespace) -> None:
+    if arguments.model is None:
+        arguments.missing_model()
     folder = resolve_folder(arguments.model)
     load_config(folder)
     sizes = Sizes(tuple(arguments.batch), arguments.prompt_tokens, arguments.new_tokens, arguments.prefill_tokens)

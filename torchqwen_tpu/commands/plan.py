@@ -27,7 +27,9 @@ def add(commands) -> None:
     )  # fmt: skip
     default = {field.name: field.default for field in dataclasses.fields(PlanRequest)}
     parser.add_argument("--model", required=True, metavar="M", help="folder with a config.json, that file, or an id on the hub")
-    parser.add_argument("--topology", default=default["topology"], metavar="T", help="e.g. tpu7x:2x2x1, v6e:2x4 (default: %(default)s)")
+    parser.add_argument(
+        "--topology", default=default["topology"], metavar="T", help="e.g. tpu7x:2x2x1, v6e:2x4 (default: %(default)s)"
+    )
     for name, what in (
         ("concurrency", "sequences at once"), ("input-len", "tokens of a prompt"), ("output-len", "tokens generated"),
         ("page-size", "tokens a KV page"), ("prefill-chunk", "most tokens a rank takes in one step"),
@@ -48,7 +50,7 @@ def add(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    names = ("model", "topology", "concurrency", "input_len", "output_len", "dtype", "state_dtype", "page_size", "prefill_chunk")
+    names = {field.name for field in dataclasses.fields(PlanRequest)} - {"layout"}
     request = PlanRequest(**{name: getattr(arguments, name) for name in names}, layout=arguments.parallel)
     for file in (arguments.json, arguments.report):
         if file and not Path(file).resolve().parent.is_dir():

@@ -8,6 +8,7 @@ from torch import nn
 from torchqwen_tpu.batch import RaggedBatch
 from torchqwen_tpu.models.layers import Linear, RMSNorm, rotate
 from torchqwen_tpu.ops import Operations
+from torchqwen_tpu.recording import Taps
 
 
 class Attention(nn.Module):
@@ -27,14 +28,9 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def forward(
-        self,
-        hidden: torch.Tensor,
-        batch: RaggedBatch,
-        rotary,
-        state: tuple[torch.Tensor],
-        number: torch.Tensor,
-        ops: Operations,
-    ):
+        self, hidden: torch.Tensor, batch: RaggedBatch, rotary, state: tuple[torch.Tensor], number: torch.Tensor,
+        ops: Operations, taps: Taps | None = None,
+    ):  # fmt: skip
         """hidden [tokens, hidden size] and (pages,) of all attention layers → output and (pages,) with those of layer
         `number` renewed."""
         tokens = hidden.shape[0]
@@ -44,4 +40,6 @@ class Attention(nn.Module):
         query = rotate(self.q_norm(query), rotary)
         key = rotate(self.k_norm(key), rotary)
         output, pages = ops.attention(query, key, value, state[0], number, batch, scale=self.head_dim**-0.5)
+        if taps is not None:
+            taps |= {"attention.query": query, "attention.key": key, "attention.pages": pages}
         return self.o_proj((output * torch.sigmoid(gate)).reshape(tokens, -1)), (pages,)

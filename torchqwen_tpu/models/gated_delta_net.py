@@ -8,6 +8,7 @@ from torch import nn
 from torchqwen_tpu.batch import RaggedBatch
 from torchqwen_tpu.models.layers import GatedRMSNorm, Linear
 from torchqwen_tpu.ops import Operations, gated_delta_net_shape
+from torchqwen_tpu.recording import Taps
 
 
 class GatedDeltaNet(nn.Module):
@@ -32,13 +33,9 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = Linear(value_size, config.hidden_size)
 
     def forward(
-        self,
-        hidden: torch.Tensor,
-        batch: RaggedBatch,
-        state: tuple[torch.Tensor, torch.Tensor],
-        number: torch.Tensor,
-        ops: Operations,
-    ):
+        self, hidden: torch.Tensor, batch: RaggedBatch, state: tuple[torch.Tensor, torch.Tensor], number: torch.Tensor,
+        ops: Operations, taps: Taps | None = None,
+    ):  # fmt: skip
         """hidden [tokens, hidden size] and (convolution windows, recurrent states) of all such layers → output and both
         with those of layer `number` renewed."""
         tokens = hidden.shape[0]
@@ -51,5 +48,8 @@ class GatedDeltaNet(nn.Module):
             self.conv1d.weight.squeeze(1).t(), self.A_log.float(), self.dt_bias.float(),
             batch, *state, number, shape=self.shape,
         )  # fmt: skip
+        if taps is not None:
+            gates = {"b": b.flatten(1), "a": a.flatten(1), "A_log": self.A_log.float(), "dt_bias": self.dt_bias.float()}
+            taps |= {f"gated_delta_net.{name}": value for name, value in {**gates, "state": state[1]}.items()}
         gate = gate.reshape(tokens, -1, self.shape.value_dim)
         return self.out_proj(self.norm(output, gate).view(tokens, -1)), tuple(state)

@@ -9,7 +9,6 @@ Layers that repeat with a period may be scanned: their weights are stacked, and 
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -23,12 +22,12 @@ from torchqwen_tpu.models.layers import MLP, RMSNorm, RotaryEmbedding
 from torchqwen_tpu.models.moe import SparseMoeBlock
 from torchqwen_tpu.models.stacking import Run, layer_runs, stack_name, stack_parameters
 from torchqwen_tpu.ops import Operations
+from torchqwen_tpu.recording import Recorder, Taps
 from torchqwen_tpu.runtime.graph import scan
 
 States = tuple[torch.Tensor, ...]
-Records = dict[str, torch.Tensor]
-INPUT = "input"
-"""Name of the record of a layer's input, [layers, tokens, hidden size]."""
+Record = dict[str, torch.Tensor]
+"""What one recorder keeps of one layer."""
 WHOLE = "mlp.experts."
 """Start of the names of parameters that a layer gets as whole stacks, with its number: a slice of them would be a copy, and
 they are most of a model's bytes."""
@@ -42,11 +41,11 @@ class Place(NamedTuple):
 
 
 class DecoderOutput(NamedTuple):
-    """hidden [tokens, hidden size] after the last norm; the new states; each record of all layers that have it, stacked."""
+    """hidden [tokens, hidden size] after the last norm; the new states; for each recorder what it keeps of every layer."""
 
     hidden: torch.Tensor
     states: States
-    records: Records
+    records: list[list[Record]]
 
 
 class DecoderLayer(nn.Module):
@@ -63,35 +62,33 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self,
-        hidden: torch.Tensor,
-        batch: RaggedBatch,
-        rotary,
-        states: States,
-        place: Place,
-        ops: Operations,
-        record: Collection[str],
-    ) -> tuple[torch.Tensor, States, Records]:
-        """The layer's output, the states of all layers with this one's new, and those records of `record` that it has."""
-        records = {INPUT: hidden} if INPUT in record else {}
+        self, hidden: torch.Tensor, batch: RaggedBatch, rotary, states: States, place: Place, ops: Operations,
+        recorders: tuple[Recorder, ...],
+    ) -> tuple[torch.Tensor, States, list[Record]]:  # fmt: skip
+        """The layer's output, the states of all layers with this one's new, and what each recorder keeps."""
+        taps: Taps | None = {"input": hidden, "number": place.of_kind} if recorders else None
         mixed = self.input_layernorm(hidden)
         if self.is_linear:
-            mixed, own = self.linear_attn(mixed, batch, states[:2], place.of_kind, ops)
+            mixed, own = self.linear_attn(mixed, batch, states[:2], place.of_kind, ops, taps)
             states = (*own, *states[2:])
         else:
-            mixed, own = self.self_attn(mixed, batch, rotary, states[-1:], place.of_kind, ops)
+            mixed, own = self.self_attn(mixed, batch, rotary, states[-1:], place.of_kind, ops, taps)
             states = (*states[:-1], *own)
         hidden = hidden + mixed
         mixed = self.post_attention_layernorm(hidden)
-        mixed = self.mlp(mixed, batch, place.in_stack, ops) if self.is_sparse else self.mlp(mixed)
-        return hidden + mixed, states, records
+        mixed = self.mlp(mixed, batch, place.in_stack, ops, taps) if self.is_sparse else self.mlp(mixed)
+        output = hidden + mixed
+        if taps is not None:
+            taps |= {"mixed": hidden, "output": output}
+        return output, states, [recorder.layer(taps, batch, ops) for recorder in recorders]
 
 
 class TextModel(nn.Module):
     """Embedding, decoder layers and the last norm, under the published names.
 
-    `layers` holds single layers under their numbers, and layers that are stacked as one module under a name such as
-    `0:60:4` for layers 0, 4, 8 to 56; their parameters have a dimension more, the first. (`state_dict()` and checkpoints
+    `layers` is the list of the layers; or, where some are stacked, a dictionary of those that are not under their numbers and
+    of the stacks, one module each under a name such as `0:60:4` for layers 0, 4, 8 to 56, whose parameters have a dimension
+    more, the first. (`state_dict()` and checkpoints
     have the published names in both forms.)
     """
 
@@ -100,41 +97,46 @@ class TextModel(nn.Module):
         self.kinds = list(config.layer_types)
         self.runs = layer_runs(self.kinds, scan_layers)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleDict()
+        layers = {}
         for stack in (stack for run in self.runs for stack in run):
             layer = DecoderLayer(config, stack[0])
-            self.layers[stack_name(stack)] = stack_parameters(layer, len(stack)) if len(stack) > 1 else layer
+            layers[stack_name(stack)] = stack_parameters(layer, len(stack)) if len(stack) > 1 else layer
+        stacked = len(layers) < len(self.kinds)
+        self.layers = nn.ModuleDict(layers) if stacked else nn.ModuleList(layers.values())
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config)
 
     def forward(
-        self, embeddings: torch.Tensor, batch: RaggedBatch, states: States, ops: Operations, record: Collection[str] = ()
-    ) -> DecoderOutput:
-        """embeddings [tokens, hidden size] → `DecoderOutput`, with the records that are asked for by name."""
+        self, embeddings: torch.Tensor, batch: RaggedBatch, states: States, ops: Operations,
+        recorders: tuple[Recorder, ...] = (),
+    ) -> DecoderOutput:  # fmt: skip
+        """embeddings [tokens, hidden size] → `DecoderOutput`."""
         hidden = ops.mesh.shard(embeddings, ("tokens", None))
         rotary = self.rotary_emb(batch.positions, hidden.dtype)
         # Numbers of layers are parts of a constant: of a number PyTorch would make an argument of the graph.
         numbers = torch.arange(len(self.kinds), dtype=torch.int32, device=hidden.device)
-        recorded: list[tuple[range, Records]] = []
+        kept: dict[int, list[Record]] = {}
         for run in self.runs:
             if len(run[0]) == 1:
-                layer, place = self.layers[stack_name(run[0])], Place(numbers[self._of_kind(run[0])][0])
-                hidden, states, records = layer(hidden, batch, rotary, states, place, ops, record)
-                records = [{name: value.unsqueeze(0) for name, value in records.items()}]
+                (index,), place = run[0], Place(numbers[self._of_kind(run[0])][0])
+                hidden, states, kept[index] = self.layers.get_submodule(stack_name(run[0]))(
+                    hidden, batch, rotary, states, place, ops, recorders
+                )
             else:
-                hidden, states, records = self._scan(run, numbers, hidden, batch, rotary, states, ops, record)
-            recorded += zip(run, records, strict=True)
-        return DecoderOutput(self.norm(hidden), states, _in_order(recorded))
+                hidden, states, records = self._scan(run, numbers, hidden, batch, rotary, states, ops, recorders)
+                kept |= records
+        by_recorder = [[kept[index][number] for index in sorted(kept)] for number in range(len(recorders))]
+        return DecoderOutput(self.norm(hidden), states, by_recorder)
 
     def _of_kind(self, stack: range) -> slice:
         """Numbers of a stack's layers among those of their kind."""
         first, last = (self.kinds[:index].count(self.kinds[index]) for index in (stack[0], stack[-1]))
         return slice(first, last + 1, max((last - first) // max(len(stack) - 1, 1), 1))
 
-    def _scan(self, run: Run, numbers, hidden, batch: RaggedBatch, rotary, states: States, ops: Operations, record):
-        """One run of stacks; returns the output, the states and of every stack its records, stacked."""
+    def _scan(self, run: Run, numbers, hidden, batch: RaggedBatch, rotary, states: States, ops: Operations, recorders):
+        """One run of stacks; returns the output, the states and by layer what the recorders keep of it."""
         of_kind, in_stack = [numbers[self._of_kind(stack)] for stack in run], numbers[: len(run[0])]
-        layers = [self.layers[stack_name(stack)] for stack in run]
+        layers = [self.layers.get_submodule(stack_name(stack)) for stack in run]
         own = [{name: value for name, value in layer.named_parameters() if not name.startswith(WHOLE)} for layer in layers]
 
         def period(carry, slices):
@@ -143,7 +145,7 @@ class TextModel(nn.Module):
             for layer, weights, of_kind in zip(layers, slices["weights"], slices["of_kind"], strict=True):
                 place = Place(of_kind, slices["in_stack"])
                 arguments = (hidden, RaggedBatch(**shared["batch"], decode=batch.decode), shared["rotary"], states, place, ops)
-                hidden, states, recorded = functional_call(layer, weights, (*arguments, record))
+                hidden, states, recorded = functional_call(layer, weights, (*arguments, recorders))
                 records.append(recorded)
             return (hidden, states, shared), records
 
@@ -152,13 +154,9 @@ class TextModel(nn.Module):
         tensors = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
         carry = (hidden, states, {"batch": tensors, "rotary": rotary})
         (hidden, states, _), records = scan(period, carry, {"weights": own, "of_kind": of_kind, "in_stack": in_stack})
-        return hidden, states, records
-
-
-def _in_order(recorded: list[tuple[range, Records]]) -> Records:
-    """Stacked records of stacks, joined in the order of the layers."""
-    parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
-    for stack, records in recorded:
-        for name, value in records.items():
-            parts.setdefault(name, []).extend(zip(stack, value.unbind(0), strict=True))
-    return {name: torch.stack([value for _, value in sorted(named, key=lambda x: x[0])]) for name, named in parts.items()}
+        by_layer = {
+            index: [{name: value[turn] for name, value in record.items()} for record in stacked]
+            for stack, stacked in zip(run, records, strict=True)
+            for turn, index in enumerate(stack)
+        }
+        return hidden, states, by_layer

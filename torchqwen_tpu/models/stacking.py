@@ -42,6 +42,13 @@ def layers_of(name: str) -> tuple[str, ...] | None:
     return tuple(name[: match.start()] + str(index) + name[match.end() :] for index in range(*map(int, match.groups())))
 
 
+def unstacked(name: str) -> tuple[tuple[str, int | None], ...]:
+    """The parameters that `name` holds, by their names in the layers, and the place of each in the stack: None for a
+    parameter that is no stack."""
+    layers = layers_of(name)
+    return tuple((layer, index) for index, layer in enumerate(layers)) if layers else ((name, None),)
+
+
 def stack_parameters(layer: nn.Module, count: int) -> nn.Module:
     """Give every parameter of `layer` room for `count` layers, [count, ...]; their values are undefined."""
     for module in layer.modules():

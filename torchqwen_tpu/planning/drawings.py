@@ -84,7 +84,8 @@ def timeline(step: Step) -> str:
     for event in events:
         x, width = 65 + (event.start - start) * scale, (event.end - event.start) * scale
         shade = colour.get(event.name, "#c4ccd6")
-        drawn.append(_box(x, lanes.index(event.lane) * 34 + 8, width, 24, shade, f"{event.name}: {1e6 * (event.end - event.start):.1f} µs"))
+        title = f"{event.name}: {1e6 * (event.end - event.start):.1f} µs"
+        drawn.append(_box(x, lanes.index(event.lane) * 34 + 8, width, 24, shade, title))
     y = len(lanes) * 34 + 16
     drawn.append(_text(65, y + 8, f"{1e6 * (end - start):,.0f} µs"))
     legend, height = _legend(colour | {"everything else": "#c4ccd6"}, y + 20)

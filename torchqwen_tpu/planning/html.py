@@ -113,8 +113,8 @@ def _step(step: Step) -> str:
     ]  # fmt: skip
     parts = [
         f"<h2>{escape(step.kind.capitalize())}: {1e3 * step.seconds:.2f} ms modelled</h2>",
-        f"<p>{step.tokens:,} tokens on all devices; roofline {1e3 * bound.peak:.2f} ms at peak, {1e3 * bound.derated:.2f} ms at "
-        f"the bandwidth that was measured; what binds: {step.binds}.</p>",
+        f"<p>{step.tokens:,} tokens on all devices; roofline {1e3 * bound.peak:.2f} ms at peak, {1e3 * bound.derated:.2f} ms "
+        f"at the bandwidth that was measured; what binds: {step.binds}.</p>",
     ]
     if drawn:
         parts += ["<h3>One layer or period of layers</h3>", drawn]

@@ -27,6 +27,8 @@ from torchqwen_tpu.planning.result import LayoutPlan, Plan, Step
 from torchqwen_tpu.planning.roofline import roofline
 from torchqwen_tpu.planning.simulate import Collective, Cost, Player
 
+_MATRIX = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
+"""Dtype of most products by that of the weights."""
 Progress = Callable[[str], None]
 
 
@@ -100,7 +102,7 @@ def _plan_layout(request, file: Path, config, chip: Chip, mesh: DeviceMesh, prog
     for kind, (graph, load) in _loads(request, mesh, compiled).items():
         progress(f"layout {mesh.layout}: modelling {kind}")
         expected = _expectations(request, text, compiled[graph], load, mesh)
-        bound = roofline(expected, memory, parameters, chip, compiled[graph].graph.dtype, mesh.devices)
+        bound = roofline(expected, memory, parameters, chip, _MATRIX[request.dtype], mesh.devices)
         steps[kind] = _step(kind, request, compiled[graph], modules[graph], chip, expected, bound)
     throughput, first, burst, output = _request_times(request, mesh, steps)
     return LayoutPlan(

@@ -37,7 +37,8 @@ def why_not(plan: Plan, layout: LayoutPlan) -> str:
 
 def _summary(plan: Plan) -> Iterator[str]:
     yield headline(plan)
-    yield f"{sum(plan.parameters.values()) / 1e9:.1f} B parameters, {plan.chips} chips × {plan.cores} cores. All times are modelled."
+    billions = sum(plan.parameters.values()) / 1e9
+    yield f"{billions:.1f} B parameters, {plan.chips} chips × {plan.cores} cores. All times are modelled."
     yield ""
     rows = [("layout", "used", "left", "largest", "prefill", "mixed", "decode", "tokens/s/chip", "first token", "compiled")]
     rows.append(("", "GiB", "GiB", "concurrency", "ms", "ms", "ms", "", "s", "s"))
@@ -63,7 +64,8 @@ def _layout(plan: Plan, layout: LayoutPlan) -> Iterator[str]:
     yield ""
     yield f"Memory of a core, layout {layout.layout} (GiB of {memory.capacity / GIB:.0f})"
     rows = [(f"  {part}", f"{size / GIB:.2f}") for part, size in memory.weights.items()]
-    rows += [(f"  {kind}, {memory.rows} × {memory.tokens:,} tokens", f"{size / GIB:.2f}") for kind, size in memory.states.items()]
+    room = f"{memory.rows} × {memory.tokens:,} tokens"
+    rows += [(f"  {kind}, {room}", f"{size / GIB:.2f}") for kind, size in memory.states.items()]
     rows += [
         ("  padding and metadata", f"{memory.padding / GIB:.2f}"), ("  temporaries", f"{memory.temporaries / GIB:.2f}"),
         ("  programs", f"{memory.code / GIB:.2f}"), ("  left", f"{memory.left / GIB:.2f}"),
@@ -81,8 +83,8 @@ def _step(step: Step) -> Iterator[str]:
     bound = step.roofline
     yield ""
     yield (
-        f"{step.kind}: modelled {1e3 * step.seconds:.2f} ms for {step.tokens:,} tokens; roofline {1e3 * bound.peak:.2f} ms at peak, "
-        f"{1e3 * bound.derated:.2f} ms at measured bandwidth; {step.binds} binds"
+        f"{step.kind}: modelled {1e3 * step.seconds:.2f} ms for {step.tokens:,} tokens; roofline {1e3 * bound.peak:.2f} ms at "
+        f"peak, {1e3 * bound.derated:.2f} ms at measured bandwidth; {step.binds} binds"
     )
     rows = [("  class", "runs", "ms", "share", "bundles", "HBM MB", "bound")]
     listed = list(step.costs.items())
@@ -123,4 +125,5 @@ def _comparison(plan: Plan) -> Iterator[str]:
 def _aligned(rows) -> Iterator[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for first, *rest in rows:
-        yield "  ".join([first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]).rstrip()
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        yield "  ".join([first.ljust(widths[0]), *cells]).rstrip()

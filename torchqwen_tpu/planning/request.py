@@ -8,8 +8,6 @@ from torchqwen_tpu.batch import bucket
 from torchqwen_tpu.config import LAYOUTS
 
 DTYPES = ("bf16", "fp8")
-TORCH_DTYPES = {"bf16": "bfloat16", "fp8": "bfloat16"}
-"""Dtype of activations and of what is not quantised."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,7 @@ class PlanRequest:
         concurrency: sequences at once, over all devices.
         input_len, output_len: tokens of each.
         layout: 'dp', 'dp_tp', 'tp', or 'auto' for all that the model's heads allow.
-        dtype: of the weights, 'bf16' or 'fp8'.
+        dtype: of the weights, 'bf16' or 'fp8' (what the published FP8 checkpoints quantise, the rest and the activations BF16).
         state_dtype: of the recurrent states.
         page_size: tokens a KV page.
         prefill_chunk: the most tokens a rank takes in one step.
@@ -61,6 +59,7 @@ class Graph:
     """One compiled step of a layout.
 
     Args:
+        weights: 'bf16' or 'fp8'.
         tokens: of a rank in one step; None for the decode loop.
         decode_steps: decode steps in one run of the graph.
         candidates: that sampling sorts.
@@ -70,7 +69,7 @@ class Graph:
     chips: int
     cores: int
     layout: str
-    dtype: str
+    weights: str
     state_dtype: str
     page_size: int
     prefill_chunk: int
@@ -86,7 +85,7 @@ def graphs(request: PlanRequest, layout: str, chips: int, cores: int, ranks: int
     rows = -(-request.concurrency // ranks)
     tokens = bucket(min(request.prefill_chunk, rows * request.input_len), 64)
     common = {
-        "topology": request.topology, "chips": chips, "cores": cores, "layout": layout, "dtype": TORCH_DTYPES[request.dtype],
+        "topology": request.topology, "chips": chips, "cores": cores, "layout": layout, "weights": request.dtype,
         "state_dtype": request.state_dtype, "page_size": request.page_size, "prefill_chunk": request.prefill_chunk,
         "sequences": request.concurrency, "tokens_per_sequence": request.total_len,
     }  # fmt: skip

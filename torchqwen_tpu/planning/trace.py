@@ -8,15 +8,16 @@ from dataclasses import dataclass
 import torch
 import torch_xla.core.xla_builder as xla_builder
 from jax.sharding import AbstractMesh, PartitionSpec
-from torch import nn
 from transformers import PretrainedConfig
 
 from custom_ops.bridge import lowering_for
 from torchqwen_tpu.auto import _CLASSES
 from torchqwen_tpu.cache import CacheLayout
-from torchqwen_tpu.checkpoint.reader import KEEP_FP32
+from torchqwen_tpu.checkpoint.forms import EXPERTS, KEEP_FP32, MATRICES, Filling, give_form, set_parameter
+from torchqwen_tpu.checkpoint.fp8 import FP8
 from torchqwen_tpu.config import RuntimeConfig
 from torchqwen_tpu.models.causal_lm import CausalLM, check_divisible
+from torchqwen_tpu.models.stacking import layers_of
 from torchqwen_tpu.ops import CONV_STATE, PAGES, RECURRENT_STATE, Operations
 from torchqwen_tpu.parallel.mesh import Axes, DeviceMesh
 from torchqwen_tpu.parallel.rules import parameter_axes
@@ -57,17 +58,24 @@ class _Placeholders:
         return tensor
 
 
-def build_model(config: PretrainedConfig, dtype: torch.dtype, mesh: DeviceMesh, placeholders: _Placeholders) -> CausalLM:
-    """The model as `from_pretrained` makes it, every parameter and buffer a placeholder."""
+def build_model(
+    config: PretrainedConfig, dtype: torch.dtype, fp8: bool, mesh: DeviceMesh, placeholders: _Placeholders
+) -> CausalLM:
+    """The model as `from_pretrained` makes it on a TPU, every parameter and buffer a placeholder.
+
+    fp8: what published FP8 checkpoints quantise is FP8, with a scale for each output channel.
+    """
     config = copy.deepcopy(config)
     check_divisible(config.get_text_config(), mesh)
     with torch.device("meta"):
         model = _CLASSES[type(config)](config, scan_layers=True)
+    for name, _ in list(model.named_parameters()):
+        quantized = fp8 and name.endswith((*EXPERTS, *MATRICES))
+        kept = FP8 if quantized else torch.float32 if name.endswith(KEEP_FP32) else dtype
+        index = 0 if layers_of(name) else None
+        give_form(model, Filling(name, name, index, "channel" if quantized else "plain", kept, {}))
     for name, parameter in list(model.named_parameters()):
-        module, _, attribute = name.rpartition(".")
-        kept = torch.float32 if name.endswith(KEEP_FP32) else dtype
-        value = placeholders.make(name, parameter.shape, kept, parameter_axes(name, parameter.dim()))
-        setattr(model.get_submodule(module), attribute, nn.Parameter(value, requires_grad=False))
+        set_parameter(model, name, placeholders.make(name, parameter.shape, parameter.dtype, parameter_axes(name, parameter.dim())))
     for name, buffer in list(model.model.rotary_emb.named_buffers()):
         value = placeholders.make(f"rotary_emb.{name}", buffer.shape, buffer.dtype, (None,))
         setattr(model.model.rotary_emb, name, value)
@@ -87,9 +95,9 @@ def trace(config: PretrainedConfig, graph: Graph) -> Traced:
         page_size=graph.page_size, state_dtype=graph.state_dtype, prefill_chunk=graph.prefill_chunk, scan_layers=True,
         decode_steps=graph.decode_steps,
     )  # fmt: skip
-    dtype = getattr(torch, graph.dtype)
+    dtype = torch.bfloat16
     with lowering_for("tpu"):
-        model = build_model(config, dtype, mesh, placeholders)
+        model = build_model(config, dtype, graph.weights == "fp8", mesh, placeholders)
         steps = Steps(model.model, model.lm_head, Operations(mesh, runtime), runtime)
         layout = CacheLayout(model.config, mesh, runtime, dtype)
         cache = layout.shape(graph.sequences, graph.tokens_per_sequence)
