@@ -73,7 +73,7 @@ def compile_step(config_file: Path, graph: Graph) -> CompiledStep:
             "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path),
             "TMPDIR": folder,
         }
-        command = [sys.executable, "-m", "torchqwen_tpu.planning.compile", str(config_file), folder]
+        command = [sys.executable, "-m", "torchqwen_tpu.planning.child", str(config_file), folder]
         (Path(folder) / "graph.json").write_text(json.dumps(dataclasses.asdict(graph)))
         with (Path(folder) / "log").open("w") as log:
             child = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=log)
@@ -114,55 +114,3 @@ def _schedules(dump: Path) -> dict[str, Loop]:
         except ScheduleError:
             continue
     return found
-
-
-def main(config_file: str, folder: str) -> None:
-    """The child: writes hlo and result.json into `folder`."""
-    graph = Graph(**json.loads((Path(folder) / "graph.json").read_text()))
-    result = Path(folder) / "result.json"
-    try:
-        answer = _compile(Path(config_file), graph, Path(folder) / "hlo")
-    except ValueError as error:
-        answer = {"error": str(error), "kind": "value"}
-    except Exception as error:  # the compiler's own exception type is not public
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        answer = {"error": str(error), "kind": "memory"}
-    result.write_text(json.dumps(answer))
-
-
-def _compile(config_file: Path, graph: Graph, hlo: Path) -> dict:
-    import torch_xla.runtime as xr
-
-    if graph.chips * graph.cores > 1:
-        xr.use_spmd()
-    from custom_ops.tpu_compiler import compile_graph
-    from torchqwen_tpu.planning.config import read_config
-    from torchqwen_tpu.planning.trace import trace
-
-    traced = trace(read_config(config_file), graph)
-    executable = compile_graph(
-        traced.outputs, [entry.tensor for entry in traced.inputs], [entry.spec for entry in traced.inputs], traced.mesh,
-        donated=traced.donated, topology_name=graph.topology,
-    )  # fmt: skip
-    hlo.write_text(executable.hlo_modules()[0].to_string())
-    stats = executable.get_compiled_memory_stats()
-    names = ("argument", "output", "alias", "temp", "generated_code")
-    memory = {name: getattr(stats, f"{name}_size_in_bytes") for name in names}
-    sizes = dict(zip(traced.mesh.axis_names, traced.mesh.axis_sizes, strict=True))
-    return {"memory": memory, "arguments": [_local(entry, sizes) for entry in traced.inputs]}
-
-
-def _local(entry, sizes: dict[str, int]) -> tuple[str, int, list[int]]:
-    shape = list(entry.tensor.shape)
-    for axis, split in enumerate(entry.spec):
-        for name in () if split is None else (split,) if isinstance(split, str) else split:
-            shape[axis] //= sizes[name]
-    size = entry.tensor.element_size()
-    for length in shape:
-        size *= length
-    return entry.part, size, shape
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

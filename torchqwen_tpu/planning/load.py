@@ -5,13 +5,16 @@ Routing is taken to be even: each token picks its experts independently and unif
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from custom_ops.gated_delta_net.tiling import CHUNK
 from custom_ops.ragged_moe.xla import tile_rows
 from custom_ops.ragged_paged_attention.xla import BLOCK, QUERY_TILE
+from custom_ops.reduce_scatter.plan import plan as cut_reduce_scatter
+from custom_ops.reduce_scatter.shapes import ReduceScatterShape
 from custom_ops.schedule.bundles import Loop
-from torchqwen_tpu.planning.hlo import Instruction
+from torchqwen_tpu.planning.hlo import Array, Instruction
 from torchqwen_tpu.planning.simulate import operation_of
 
 DECODE_TILE = 8
@@ -51,10 +54,12 @@ class Expectations:
         config: the text configuration.
         rows: token rows of the graph, of one rank.
         heads_shards: over how many devices heads are split.
+        state_bytes: of an element of the recurrent states.
     """
 
-    def __init__(self, config, load: Load, rows: int, heads_shards: int, page_size: int, state_bytes: int):
+    def __init__(self, config, load: Load, rows: int, heads_shards: int, page_size: int, state_bytes: int, chips: int):
         self.config, self.load, self.rows, self.page_size = config, load, rows, page_size
+        self.chips = chips
         self._value_heads = config.linear_num_value_heads // heads_shards
         self._channels = (
             2 * config.linear_num_key_heads * config.linear_key_head_dim
@@ -110,6 +115,15 @@ class Expectations:
         if name.startswith("gated_delta_net_chunk") and loop.steps is None:
             return -(-self.load.prefill // CHUNK)
         return None
+
+    def kernel_seconds(self, name: str, operand: Array) -> float | None:
+        """Seconds of the hierarchical reduce-scatter, by the model in `custom_ops.reduce_scatter.cost`."""
+        if name != "reduce_scatter":
+            return None
+        hidden, width = self.config.hidden_size, {"bf16": "bfloat16", "f32": "float32"}[operand.dtype]
+        rows = math.prod(operand.dims) // hidden
+        cut = cut_reduce_scatter(ReduceScatterShape(self.chips, self.load.devices // self.chips, rows, hidden, width))
+        return None if cut is None else cut.time
 
     def kernel_bytes(self, name: str) -> int | None:
         """Bytes that a kernel moves, for those that touch only a part of the pools that they are given."""

@@ -135,13 +135,13 @@ def _loads(request: PlanRequest, mesh: DeviceMesh, compiled: dict[str, CompiledS
 def _expectations(request: PlanRequest, text, step: CompiledStep, load: Load, mesh: DeviceMesh) -> Expectations:
     rows = step.graph.tokens or max(-(-request.concurrency // mesh.ranks), 2)
     state_bytes = 2 if request.state_dtype == "bfloat16" else 4
-    return Expectations(text, load, rows, mesh.shards("heads"), request.page_size, state_bytes)
+    return Expectations(text, load, rows, mesh.shards("heads"), request.page_size, state_bytes, mesh.chips)
 
 
 def _step(kind, request: PlanRequest, step: CompiledStep, module: Module, chip: Chip, expected: Expectations, bound) -> Step:
     player = Player(
         module, step.schedules, chip, _torus(request.topology), Classes(step.arguments), expected.turns, expected.kernel_turns,
-        expected.kernel_bytes,
+        expected.kernel_bytes, expected.kernel_seconds,
     )  # fmt: skip
     result = player.play()
     runs = step.graph.decode_steps if step.graph.tokens is None else 1

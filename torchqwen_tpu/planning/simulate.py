@@ -16,7 +16,7 @@ import numpy as np
 
 from custom_ops.cost_model import HBM_LATENCY, Chip, Links, collective_time
 from custom_ops.schedule.bundles import Loop
-from torchqwen_tpu.planning.hlo import Computation, Instruction, Module, trip_count
+from torchqwen_tpu.planning.hlo import Array, Computation, Instruction, Module, trip_count
 from torchqwen_tpu.planning.traffic import FREE, ProgramKeys, hbm_bytes
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
@@ -30,6 +30,8 @@ KernelTrips = Callable[[str, Loop], int | None]
 """Turns of a loop in a kernel whose bound is data, by the kernel's name."""
 KernelBytes = Callable[[str], int | None]
 """Bytes that a kernel moves, where its operands and results do not tell."""
+KernelSeconds = Callable[[str, Array], float | None]
+"""Seconds of a kernel that communicates, by its name and its largest operand; None for other kernels."""
 
 
 @dataclass
@@ -110,11 +112,13 @@ class Player:
         trips: Trips,
         kernel_trips: KernelTrips,
         kernel_bytes: KernelBytes,
+        kernel_seconds: KernelSeconds,
         bandwidth: float | None = None,
     ):
         self.module, self.chip, self.torus = module, chip, torus
         self.classify, self.trips, self.kernel_trips, self.kernel_bytes = classify, trips, kernel_trips, kernel_bytes
         self.bandwidth = bandwidth or chip.hbm_bandwidth
+        self.kernel_seconds = kernel_seconds
         self._keys = ProgramKeys(module)
         self._programs = self._by_key(schedules)
         self._known: dict[tuple[str, str], tuple] = {}
@@ -161,6 +165,8 @@ class Player:
                 self._execute(computation, instruction, weight, path)
 
     def _execute(self, computation: Computation, instruction: Instruction, weight: float, path) -> None:
+        if instruction.target == "tpu_custom_call" and self._communicates(computation, instruction, weight, path):
+            return
         label, cycles, size, estimated = self._program(computation, instruction)
         start, by_bundles = self.core, cycles / self.chip.clock
         end = start + by_bundles
@@ -175,6 +181,27 @@ class Player:
         cost = self._count(label, weight, end - start, cycles=cycles, bytes=size, **decided)
         cost.estimated |= estimated
         self._record("core", instruction.name if instruction.opcode == "custom-call" else label, start, end, path)
+
+    def _communicates(self, computation: Computation, instruction: Instruction, weight: float, path) -> bool:
+        """Counts a kernel that is a collective, which the core waits for."""
+        operands = [computation.by_name[name] for name in instruction.operands if name in computation.by_name]
+        largest = max((array for operand in operands for array in operand.arrays), key=lambda array: array.bytes, default=None)
+        kind = instruction.name.rpartition(".")[0] or instruction.name
+        seconds = None if largest is None else self.kernel_seconds(kind, largest)
+        if seconds is None:
+            return False
+        start, label = self.core, f"kernel {kind}"
+        self.core += seconds
+        operation, devices = operation_of(instruction) or "model", int(np.prod(self.torus)) * self.chip.cores
+        entry = self.result.collectives.setdefault(
+            (kind, largest.bytes, devices, operation, False),
+            Collective(label, largest.bytes, devices, False, False, seconds, operation),
+        )
+        entry.runs += weight
+        self._count(label, weight, seconds, waiting=seconds)
+        self._record("core", label, start, self.core, path)
+        self._record("links", label, start, self.core, path)
+        return True
 
     def _program(self, computation: Computation, instruction: Instruction) -> tuple[str, float, int, bool]:
         """Class, cycles, bytes of HBM, and whether the cycles are XLA's estimate."""

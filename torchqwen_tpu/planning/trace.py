@@ -75,7 +75,8 @@ def build_model(
         index = 0 if layers_of(name) else None
         give_form(model, Filling(name, name, index, "channel" if quantized else "plain", kept, {}))
     for name, parameter in list(model.named_parameters()):
-        set_parameter(model, name, placeholders.make(name, parameter.shape, parameter.dtype, parameter_axes(name, parameter.dim())))
+        axes = parameter_axes(name, parameter.dim())
+        set_parameter(model, name, placeholders.make(name, parameter.shape, parameter.dtype, axes))
     for name, buffer in list(model.model.rotary_emb.named_buffers()):
         value = placeholders.make(f"rotary_emb.{name}", buffer.shape, buffer.dtype, (None,))
         setattr(model.model.rotary_emb, name, value)
