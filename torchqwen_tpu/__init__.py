@@ -6,6 +6,7 @@ from torchqwen_tpu.cache import HybridCache
 from torchqwen_tpu.config import EngineConfig, ParallelConfig, RuntimeConfig
 from torchqwen_tpu.evaluation import score
 from torchqwen_tpu.models.causal_lm import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
+from torchqwen_tpu.planning import plan
 from torchqwen_tpu.runtime.engine import Engine
 
 __version__ = "0.1.0"
@@ -20,6 +21,7 @@ __all__ = [
     "Qwen3_5MoeForCausalLM",
     "RuntimeConfig",
     "monitoring",
+    "plan",
     "register",
     "score",
 ]

@@ -124,7 +124,7 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
         mesh, runtime = build_mesh(parallel), runtime or RuntimeConfig()
         scan_layers = current_platform() == "tpu" if runtime.scan_layers is None else runtime.scan_layers
         model = cls.without_weights(config, files, scan_layers)
-        _check_divisible(model.config, mesh)
+        check_divisible(model.config, mesh)
         model._load(files, mesh, dtype, runtime.quantization or DEFAULT_QUANTIZATION[current_platform()])
         model.generation_config = load_generation_config(folder, config)
         model._start(mesh, runtime, dtype)
@@ -392,7 +392,7 @@ def _resolve_dtype(dtype: torch.dtype | str | None, config: PretrainedConfig) ->
     return resolved
 
 
-def _check_divisible(config, mesh: DeviceMesh) -> None:
+def check_divisible(config, mesh: DeviceMesh) -> None:
     counts = {
         "heads": ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"),
         "experts": ("num_experts",),
