@@ -37,7 +37,8 @@ signature (R rows of all devices):
     experts(rows, expert, weight, gate_up, down, gate_up_scale=None, down_scale=None, *, num_experts, row_scale=None)
         -> partial
 
-    rows             [R, hidden size], in the dtype of hidden or in FP8
+    rows             [R, hidden size], in the dtype of hidden or in FP8; further columns may follow where the implementation is
+                     declared to leave them alone (`layer.with_experts`)
     row_scale        [R] float32, what FP8 rows are multiplied by; a row's may be NaN, and its result then is
     expert           [R, top_k] int32, local number of each of a row's experts; the count of local experts or more where
                      the expert is another device's, or the row is no token

@@ -38,7 +38,7 @@ def experts(
     """
     check_scales(rows, gate_up, down, gate_up_scale, down_scale, row_scale)
     sizes = plan(ExpertsShape.of(rows, expert, gate_up, down, gate_up_scale, num_experts))
-    words = pack(rows, row_scale, interpret=interpret)
+    words = pack(rows, row_scale, hidden=sizes.shape.hidden, interpret=interpret)
     pairs = sort_pairs(expert, weight, sizes)
     dtype = rows.dtype if rows.dtype == jnp.float32 else jnp.bfloat16
 
