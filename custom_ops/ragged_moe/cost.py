@@ -96,15 +96,18 @@ def table(shapes: Sequence[MoeShape]) -> str:
     """Times of each shape in microseconds, under what they rest on."""
     lines = ["tokens  bytes a token  all-gather  experts, bound  reduce-scatter  micro-batches   layer"]
     for shape in shapes:
-        parts, count = [1e6 * part(shape) for part in (all_gather_time, experts_bound, reduce_scatter_time)], micro_batches(shape)
-        gather, experts, scatter = parts
+        count = micro_batches(shape)
+        gather, experts, scatter, layer = (
+            1e6 * time
+            for time in (all_gather_time(shape), experts_bound(shape), reduce_scatter_time(shape), layer_time(shape, count))
+        )
         lines.append(
             f"{shape.tokens:6,}  {wire_bytes(shape):13,}  {gather:10.1f}  {experts:14.1f}  {scatter:14.1f}  {count:13}  "
-            f"{1e6 * layer_time(shape, count):6.1f}"
+            f"{layer:6.1f}"
         )
     notes = (
-        "Whole steps of one micro-batch by part, then the layer in the micro-batches that are best. The all-gather is XLA's, the "
-        "reduce-scatter our kernel in BF16; experts: the least that reading weights or matrix work takes, tokens choosing evenly."
+        "Parts of a whole step, then the layer in as many micro-batches as are best. The all-gather is XLA's, the reduce-"
+        "scatter our kernel in BF16. Experts: the least that reading weights or matrix work takes, tokens choosing evenly."
     )
     return "\n".join([STATEMENT, notes, "", *lines])
 

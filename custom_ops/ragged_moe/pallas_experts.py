@@ -325,5 +325,11 @@ def results_of_pairs(words, work: Work, gate_up, down, gate_up_scale, down_scale
             vmem_limit_bytes=VMEM_BYTES,
             disable_bounds_checks=True,  # all indices are computed from arrays of known length; a check costs more than a copy
         ),
+        # XLA hides as much communication behind the kernel as it takes this for.
+        cost_estimate=pl.CostEstimate(
+            flops=round(6 * plan.shape.hidden * plan.shape.width * plan.shape.mean_pairs),
+            bytes_accessed=plan.shape.experts * plan.shape.weight_bytes,
+            transcendentals=round(plan.shape.width * plan.shape.mean_pairs),
+        ),
         interpret=interpret,
     )(*scalars, *arrays)

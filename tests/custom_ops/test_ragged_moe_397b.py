@@ -1,4 +1,4 @@
-"""The experts of 397B (hidden 4096, width 1024, top-10; 16 of its 512) with each wire, against FP32 rows and the same weights."""
+"""The experts of 397B (hidden 4096, width 1024, top-10; 16 of its 512), each wire against FP32 rows and the same weights."""
 
 from __future__ import annotations
 
