@@ -28,7 +28,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Callable]] = {
     "ragged_moe": {
         "reference": with_experts(ragged_moe_reference.experts),
         "xla": with_experts(ragged_moe_xla.experts),
-        "pallas_tpu": with_experts(ragged_moe_pallas.experts),
+        "pallas_tpu": with_experts(ragged_moe_pallas.experts, wide_rows=True),
     },
     "ragged_paged_attention": {
         "reference": attention_reference.ragged_paged_attention,

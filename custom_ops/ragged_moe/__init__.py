@@ -41,7 +41,8 @@ signature (R rows of all devices):
             layer=None)
         -> partial
 
-    rows             [R, hidden size], in the dtype of hidden or in FP8
+    rows             [R, hidden size], in the dtype of hidden or in FP8; further columns may follow where the implementation is
+                     declared to leave them alone (`layer.with_experts`)
     row_scale        [R] float32, what FP8 rows are multiplied by; a row's may be NaN, and its result then is
     expert           [R, top_k] int32, local number of each of a row's experts; the count of local experts or more where
                      the expert is another device's, or the row is no token

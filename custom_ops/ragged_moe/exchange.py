@@ -12,7 +12,10 @@ from custom_ops.reduce_scatter import ReduceScatterShape
 
 
 def dispatch(tokens: Tokens, token_axes: tuple[str, ...]) -> Tokens:
-    """Tokens of all devices, in the order of the devices, by one all-gather. Without token axes they are already whole."""
+    """Tokens of all devices, in the order of the devices, by one all-gather. Without token axes they are already whole.
+
+    Rows that have travelled have more columns than before: what travelled with them.
+    """
     if not token_axes:
         return tokens
     gathered = lax.all_gather(pack(tokens), token_axes, axis=0, tiled=True)

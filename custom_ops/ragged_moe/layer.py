@@ -15,13 +15,17 @@ from custom_ops.ragged_moe.wire import Tokens, check_experts, to_wire
 from custom_ops.reduce_scatter import xla as reduce_scatter_xla
 
 
-def with_experts(experts: Callable) -> Callable:
-    """The operation `ragged_moe` (see `custom_ops.ragged_moe`) whose local experts are computed by `experts`."""
-    return functools.partial(_ragged_moe, experts)
+def with_experts(experts: Callable, wide_rows: bool = False) -> Callable:
+    """The operation `ragged_moe` (see `custom_ops.ragged_moe`) whose local experts are computed by `experts`.
+
+    wide_rows: it takes rows with more columns than the hidden size and does not read those, which saves a pass over all rows
+        that have travelled.
+    """
+    return functools.partial(_ragged_moe, experts, wide_rows)
 
 
 def _ragged_moe(
-    experts, hidden, router_logits, valid, gate_up, down, gate_up_scale=None, down_scale=None, *,
+    experts, wide_rows, hidden, router_logits, valid, gate_up, down, gate_up_scale=None, down_scale=None, *,
     top_k, token_axes=(), expert_axes=(), round_weights=False, wire=None, sum_dtype="float32", micro_batches=1,
     reduce_scatter=reduce_scatter_xla.reduce_scatter, layer=None, **options,
 ):  # fmt: skip
@@ -41,6 +45,7 @@ def _ragged_moe(
 
     def one_batch(number: int):
         rows, row_scale, expert, weight = dispatch(_part(tokens, number, micro_batches), token_axes)
+        rows = rows if wide_rows else rows[:, : hidden.shape[1]]
         if row_scale is None:
             rows = rows.astype(hidden.dtype)
         local = expert - first_local_expert(local_experts, expert_axes)

@@ -21,7 +21,7 @@ from custom_ops.ragged_moe.pallas_rows import column, from_words
 PIECE = 128
 """Results that are fetched and added at once."""
 BLOCK_ROWS = 128
-SUM_COLUMNS = 1024
+SUM_COLUMNS = 512
 
 
 def sum_by_row(results, row_start, before, plan: Plan, *, dtype, interpret: bool):
@@ -110,7 +110,8 @@ def _sum_block(plan: Plan, run_start, starts, ends, results, before, out, pieces
         _add_piece(plan, place, starts, ends, pieces.at[half], matrix, total, broken)
 
     is_broken = jnp.max(broken[...], axis=1, keepdims=True) > 0
-    out[...] = jnp.where(is_broken, jnp.nan, total[...]).astype(out.dtype)
+    for columns in _columns(plan):
+        out[:, columns] = jnp.where(is_broken, jnp.nan, total[:, columns]).astype(out.dtype)
 
 
 def _add_piece(plan: Plan, place, starts, ends, words, matrix, total, broken) -> None:
@@ -124,12 +125,16 @@ def _add_piece(plan: Plan, place, starts, ends, words, matrix, total, broken) ->
     places = place + lax.broadcasted_iota(jnp.int32, (1, PIECE), 1)
     belongs = jnp.where((starts[...] <= places) & (places < ends[...]), 1.0, 0.0).astype(jnp.bfloat16)
     product = functools.partial(jnp.dot, belongs, preferred_element_type=jnp.float32)
-    hidden = plan.shape.hidden
-    for first in range(0, hidden, SUM_COLUMNS):
-        columns = pl.ds(first, min(SUM_COLUMNS, hidden - first))
+    for columns in _columns(plan):
         total[:, columns] += product(matrix[:, columns])
     bad = jnp.where(finite, 0.0, 1.0)
 
     @pl.when(jnp.max(bad) > 0)
     def _():
         broken[...] += product(bad.astype(jnp.bfloat16))
+
+
+def _columns(plan: Plan):
+    """All columns, in parts that a product or a copy takes at once."""
+    hidden = plan.shape.hidden
+    return [pl.ds(first, min(SUM_COLUMNS, hidden - first)) for first in range(0, hidden, SUM_COLUMNS)]

@@ -40,8 +40,8 @@ class Operands(NamedTuple):
     rows: Any
     gate_up: Any
     down: Any
-    gate_up_scale: Any  # by channel: whole, in VMEM; by block: flat, in SMEM; or None
-    down_scale: Any
+    gate_up_scale: Any  # by channel: [experts, 2, chunks, 1, chunk] in VMEM; by block: flat in SMEM; or None
+    down_scale: Any  # by channel: [experts, 1, hidden] in VMEM; by block: flat in SMEM; or None
     results: Any
 
 
@@ -51,7 +51,6 @@ class Scratch(NamedTuple):
     matrix: Any  # [tile, hidden] BF16
     gate_up: Any  # [slots, 2, chunk, hidden]
     down: Any  # [slots, hidden, chunk]
-    gate_up_scale: Any  # [2 * chunks, chunk] of the expert at hand, for weights with a scale for each channel
     scaled_gate_up: Any  # [2, chunk, hidden] BF16, for weights with a scale for each block
     scaled_down: Any  # [hidden, chunk]
     activated: Any  # [tile, chunk] BF16
@@ -82,8 +81,6 @@ class _Kernel:
             pl.when(item + 1 < items)(lambda: self.load_rows(item + 1, START))
             self.load_rows(item, WAIT)
             self.arrange_rows(item)
-            if self.scales == "channel":
-                pl.when(self.work.item_first[item] == 1)(lambda: self.spread_scales(item))
             pl.loop(0, self.plan.chunks)(lambda part: self.multiply(item, part, chunks))
             pl.when(item > 1)(lambda: self.store_rows(item - 2, WAIT))
             self.pack_results(item)
@@ -155,13 +152,6 @@ class _Kernel:
 
     # Weights.
 
-    def spread_scales(self, item) -> None:
-        """The scales of an expert's gate and up channels to a row for each chunk, as no load finds a row and a column that are
-        known only when it runs."""
-        row = self.operands.gate_up_scale[pl.ds(self.work.expert[self.work.item_expert[item]], 1), :]
-        for part in range(2 * self.plan.chunks):
-            self.scratch.gate_up_scale[pl.ds(part, 1), :] = row[:, part * self.plan.chunk : (part + 1) * self.plan.chunk]
-
     @property
     def scales(self) -> str:
         return self.plan.shape.scales
@@ -196,13 +186,13 @@ class _Kernel:
         if self.scales == "block":
             self.scale_blocks(expert, part, slot)
             gate_up, down = self.scratch.scaled_gate_up, self.scratch.scaled_down
-        self.activate(item, part, gate_up)
+        self.activate(item, expert, part, gate_up)
         hidden, activated = self.plan.shape.hidden, self.scratch.activated[...]
         for first in range(0, hidden, DOWN_COLUMNS):
             columns = pl.ds(first, min(DOWN_COLUMNS, hidden - first))
             result = self.product(activated, down[columns, :])
             if self.scales == "channel":
-                result *= self.operands.down_scale[pl.ds(expert, 1), columns]
+                result *= self.operands.down_scale[expert, :, columns]
             if self.plan.chunks > 1:
                 result += jnp.where(part > 0, self.scratch.total[:, columns], 0)
             self.scratch.total[:, columns] = result
@@ -211,7 +201,7 @@ class _Kernel:
         def _():
             self.load_chunk(number + self.plan.slots, START)
 
-    def activate(self, item, part, gate_up) -> None:
+    def activate(self, item, expert, part, gate_up) -> None:
         """SiLU(gate) * up of a chunk's columns, times the router's weight."""
         rows = self.scratch.matrix[...]
         gate, up = (self.product(rows, gate_up[half]) for half in range(2))
@@ -220,8 +210,7 @@ class _Kernel:
             parts = [value[:, first : first + LANES] for value in (gate, up)]
             if self.scales == "channel":
                 for half in range(2):
-                    scale = pl.ds(half * self.plan.chunks + part, 1)
-                    parts[half] *= self.scratch.gate_up_scale[scale, pl.ds(first, LANES)]
+                    parts[half] *= self.operands.gate_up_scale[expert, half, part, :, pl.ds(first, LANES)]
             activated = parts[0] / (1 + jnp.exp(-parts[0])) * parts[1] * weight
             self.scratch.activated[:, pl.ds(first, LANES)] = activated.astype(jnp.bfloat16)
 
@@ -266,7 +255,6 @@ def _scratch(plan: Plan, weight_dtype) -> Scratch:
         matrix=pltpu.VMEM((tile, shape.hidden), jnp.bfloat16),
         gate_up=pltpu.VMEM((slots, 2, size, shape.hidden), weight_dtype),
         down=pltpu.VMEM((slots, shape.hidden, size), weight_dtype),
-        gate_up_scale=pltpu.VMEM((2 * plan.chunks, size), jnp.float32) if shape.scales == "channel" else None,
         scaled_gate_up=pltpu.VMEM((2, size, shape.hidden), jnp.bfloat16) if by_block else None,
         scaled_down=pltpu.VMEM((shape.hidden, size), jnp.bfloat16) if by_block else None,
         activated=pltpu.VMEM((tile, size), jnp.bfloat16),
@@ -297,8 +285,11 @@ def results_of_pairs(words, work: Work, gate_up, down, gate_up_scale, down_scale
     if by_block:
         scalars += [gate_up_scale.reshape(-1), down_scale.reshape(-1)]
     elif by_channel:
-        arrays += [gate_up_scale, down_scale]
-        specs += [pl.BlockSpec(scale.shape, lambda step, *_: (0, 0)) for scale in (gate_up_scale, down_scale)]
+        # Only dimensions before the last two take an index that is known when the kernel runs.
+        experts = plan.shape.experts
+        scales = (gate_up_scale.reshape(experts, 2, plan.chunks, 1, plan.chunk), down_scale[:, None])
+        arrays += scales
+        specs += [pl.BlockSpec(scale.shape, lambda step, *_, rank=scale.ndim: (0,) * rank) for scale in scales]
 
     def kernel(*refs):
         scalar_refs, refs = refs[: len(scalars)], refs[len(scalars) :]
@@ -324,6 +315,12 @@ def results_of_pairs(words, work: Work, gate_up, down, gate_up_scale, down_scale
             dimension_semantics=("arbitrary",),
             vmem_limit_bytes=VMEM_BYTES,
             disable_bounds_checks=True,  # all indices are computed from arrays of known length; a check costs more than a copy
+        ),
+        # XLA hides as much communication behind the kernel as it takes this for.
+        cost_estimate=pl.CostEstimate(
+            flops=round(6 * plan.shape.hidden * plan.shape.width * plan.shape.mean_pairs),
+            bytes_accessed=plan.shape.experts * plan.shape.weight_bytes,
+            transcendentals=round(plan.shape.width * plan.shape.mean_pairs),
         ),
         interpret=interpret,
     )(*scalars, *arrays)

@@ -41,9 +41,12 @@ def column(word: int, rows: int, pitch: int):
     return pl.ds(word, rows, stride=pitch)
 
 
-def pack(rows, scale, *, interpret: bool):
-    """[rows, hidden] of any type, and the scale of each or None → words [rows * pitch, 128] uint32."""
-    count, hidden = rows.shape
+def pack(rows, scale, *, hidden: int, interpret: bool):
+    """[rows, hidden or more] of any type, and the scale of each or None → words [rows * pitch, 128] uint32.
+
+    Columns after `hidden` are not read.
+    """
+    count = rows.shape[0]
     pitch, size = pitch_of(hidden), min(count, BLOCK_ROWS)
     scales = [] if scale is None else [scale[:, None]]
 

@@ -16,7 +16,7 @@ from jax import lax
 
 from custom_ops.ragged_moe.pallas_combine import PIECE, sum_by_row
 from custom_ops.ragged_moe.pallas_experts import results_of_pairs
-from custom_ops.ragged_moe.pallas_plan import ExpertsShape, plan
+from custom_ops.ragged_moe.pallas_plan import SUBLANES, ExpertsShape, plan
 from custom_ops.ragged_moe.pallas_rows import pack
 from custom_ops.ragged_moe.pallas_work import sort_pairs, work_of_pass
 from custom_ops.ragged_moe.quantized import check_scales
@@ -37,8 +37,13 @@ def experts(
         ValueError: sizes that `pallas_plan.supports` refuses, scales that do not fit.
     """
     check_scales(rows, gate_up, down, gate_up_scale, down_scale, row_scale)
+    count, pad = len(rows), -len(rows) % SUBLANES
+    if pad:  # rows that meet no expert
+        rows, weight = (jnp.pad(part, ((0, pad), (0, 0))) for part in (rows, weight))
+        expert = jnp.pad(expert, ((0, pad), (0, 0)), constant_values=gate_up.shape[0])
+        row_scale = None if row_scale is None else jnp.pad(row_scale, (0, pad))
     sizes = plan(ExpertsShape.of(rows, expert, gate_up, down, gate_up_scale, num_experts))
-    words = pack(rows, row_scale, interpret=interpret)
+    words = pack(rows, row_scale, hidden=sizes.shape.hidden, interpret=interpret)
     pairs = sort_pairs(expert, weight, sizes)
     dtype = rows.dtype if rows.dtype == jnp.float32 else jnp.bfloat16
 
@@ -50,7 +55,7 @@ def experts(
         return sum_by_row(results, work.row_start, before, sizes, dtype=dtype, interpret=interpret)
 
     total = one_pass(0, None)
-    if sizes.passes == 1:
-        return total
-    needed = lax.div(jnp.sum(pairs.counts) + sizes.pairs - 1, sizes.pairs)
-    return lax.fori_loop(1, needed, one_pass, total)
+    if sizes.passes > 1:
+        needed = lax.div(jnp.sum(pairs.counts) + sizes.pairs - 1, sizes.pairs)
+        total = lax.fori_loop(1, needed, one_pass, total)
+    return total[:count]

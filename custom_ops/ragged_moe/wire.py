@@ -48,14 +48,14 @@ def pack(tokens: Tokens) -> jax.Array:
 
 
 def unpack(packed, *, hidden: int, top_k: int) -> Tokens:
-    """What was packed, of rows with `hidden` elements."""
+    """What was packed, of rows with `hidden` elements; rows keep the further columns."""
     count, bits = _words(packed.dtype, top_k), _DIGIT_BITS[packed.dtype.itemsize]
     digits = jnp.split(packed[:, hidden:].astype(jnp.float32).astype(jnp.uint32), 32 // bits, axis=1)
     words = sum(digit << (bits * number) for number, digit in enumerate(digits))
     weight, pairs = words[:, :top_k], words[:, top_k : top_k + (top_k + 1) // 2]
     expert = jnp.concatenate([pairs & (1 << _ID_BITS) - 1, pairs >> _ID_BITS], axis=1)[:, :top_k]
     row_scale = lax.bitcast_convert_type(words[:, count - 1], jnp.float32) if packed.dtype == FP8 else None
-    return Tokens(packed[:, :hidden], row_scale, expert.astype(jnp.int32), lax.bitcast_convert_type(weight, jnp.float32))
+    return Tokens(packed, row_scale, expert.astype(jnp.int32), lax.bitcast_convert_type(weight, jnp.float32))
 
 
 def columns(dtype, *, hidden: int, top_k: int) -> int:

@@ -67,6 +67,11 @@ def reduce_scatter(
     reason = _refusal(shape)
     if reason:
         raise ValueError(f"the hierarchical reduce-scatter does not take {shape}: {reason}")
+    if interpret is True:
+        raise ValueError(
+            "the hierarchical reduce-scatter runs on TPUs and in JAX's simulation of them (pltpu.InterpretParams); elsewhere "
+            "use the implementation 'xla'"
+        )
     cut = planning.plan(shape)
     rows, hidden = shape.rows_per_device, shape.hidden
     # A dimension of its own for the devices: their rows may then start anywhere, whatever the tiles of memory.

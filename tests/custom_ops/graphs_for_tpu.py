@@ -105,7 +105,7 @@ def experts():
         placeholder(count, 2 * width, hidden, dtype=fp8), placeholder(count, hidden, width, dtype=fp8),
         placeholder(count, 2 * width), placeholder(count, hidden),
     ]  # fmt: skip
-    operations = Operations(DeviceMesh(4, 2, "dp"), RuntimeConfig())
+    operations = Operations(DeviceMesh(4, 2, "dp"), RuntimeConfig(implementations={"ragged_moe": "xla"}))
     output = operations.experts(*inputs[:5], top_k=10, gate_up_scale=inputs[5], down_scale=inputs[6])
     return [output], inputs, [SPLIT] * 7, {}
 

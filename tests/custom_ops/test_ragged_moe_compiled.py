@@ -109,7 +109,7 @@ def test_a_micro_batch_travels_while_the_one_before_is_computed():
 
 @pytest.mark.spmd
 def test_the_operation_in_a_graph_of_torch_xla():
-    """With the switches that the model takes by itself on a TPU."""
+    """With the wire and the reduce-scatter that the model takes by itself on a TPU."""
     graph = compiled_graph("experts")
     assert "ragged_moe" in graph["operations"]
     assert graph["gathered"] == [f"f8e4m3fn[64,{COLUMNS}]"]

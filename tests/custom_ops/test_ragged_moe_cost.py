@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from custom_ops.ragged_moe.cost import MoeShape, all_gather_time, experts_bound, layer_time, micro_batches, wire_bytes
+from custom_ops.ragged_moe.cost import MoeShape, all_gather_time, experts_bound, layer_time, micro_batches, table, wire_bytes
 
 SHAPE = MoeShape(4, 2, 8192, 4096, 512, 10, 1024, "float8_e4m3fn", "float8_e4m3fn")
 
@@ -46,3 +46,7 @@ def test_micro_batches_divide_the_tokens_and_are_worth_it():
     assert micro_batches(shape) == 1
     shape = of(tokens=8 * 4096)
     assert layer_time(shape, 2) < layer_time(shape, 1)
+
+
+def test_table_has_a_line_for_each_shape():
+    assert [line.split()[0] for line in table([of(tokens=64), SHAPE]).splitlines()[-2:]] == ["64", "8,192"]

@@ -28,6 +28,8 @@ PUBLISHED = {
 }
 """On eight cores, with weights in BF16."""
 VMEM = 64 * 2**20
+ROUNDED_ROWS = 6e-3
+"""FP32 rows are rounded to BF16 first, which the reference does not do."""
 
 interpreted = functools.partial(pallas_tpu.experts, interpret=True)
 
@@ -61,7 +63,8 @@ def test_formats_and_loads(rows, form, rows_dtype):
     local = weights(LOCAL, HIDDEN, WIDTH, form)
     for load in LOADS:
         expert, weight = routing(load, rows, TOP_K, EXPERTS, LOCAL)
-        check(interpreted, *rows_of(rows, HIDDEN, rows_dtype), expert, weight, local, EXPERTS)
+        at_most = ROUNDED_ROWS if (form, rows_dtype) == ("bfloat16", "float32") else None
+        check(interpreted, *rows_of(rows, HIDDEN, rows_dtype), expert, weight, local, EXPERTS, at_most)
 
 
 @pytest.mark.parametrize("form", ["fp8 by channel", "fp8 by block"])
@@ -73,7 +76,7 @@ def test_chunks_go_round_the_ring(small_memory, form):
     sizes = plan(ExpertsShape(40, TOP_K, experts, experts, hidden, width, "float8_e4m3fn", form.split()[-1]))
     assert sizes.chunks == 3 and sizes.slots < experts * sizes.chunks and sizes.pitch > sizes.words
     local = weights(experts, hidden, width, form)
-    check(functools.partial(interpreted), *rows_of(40, hidden, "bfloat16"), expert, weight, local, experts)
+    check(interpreted, *rows_of(40, hidden, "bfloat16"), expert, weight, local, experts)
 
 
 def test_more_pairs_than_a_pass_takes(small_memory):
@@ -85,7 +88,7 @@ def test_more_pairs_than_a_pass_takes(small_memory):
     assert sizes.pairs == 128 and sizes.passes == 3
     for load in ("uniform", "one expert", "no local expert"):
         expert, weight = routing(load, rows, TOP_K, LOCAL + 1 if load == "uniform" else experts, LOCAL)
-        check(functools.partial(interpreted), *rows_of(rows, HIDDEN, "float32"), expert, weight, local, experts)
+        check(interpreted, *rows_of(rows, HIDDEN, "float32"), expert, weight, local, experts, ROUNDED_ROWS)
 
 
 def test_a_row_that_is_not_finite_leaves_its_neighbours_alone():

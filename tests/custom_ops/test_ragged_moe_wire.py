@@ -32,6 +32,7 @@ def test_comes_back_as_it_was(wire, rows, hidden, top_k):
     assert packed.dtype == wire and packed.shape == (rows, columns(wire, hidden=hidden, top_k=top_k))
     received = jax.jit(lambda packed: unpack(packed, hidden=hidden, top_k=top_k))(packed)
     assert (received.row_scale is None) == (wire != "float8_e4m3fn")
+    received = received._replace(rows=received.rows[:, :hidden])
     for one, other in zip(sent, received, strict=True):
         assert one is None or same_bits(one, other)
 
@@ -44,7 +45,7 @@ def test_numbers_that_are_not_finite_travel_too(wire):
     received = unpack(pack(sent._replace(weight=weight, rows=rows)), hidden=32, top_k=3)
     np.testing.assert_array_equal(received.weight, weight)
     np.testing.assert_array_equal(received.expert, sent.expert)
-    np.testing.assert_array_equal(np.isnan(received.rows.astype(jnp.float32)), np.isnan(rows.astype(jnp.float32)))
+    np.testing.assert_array_equal(np.isnan(received.rows[:, :32].astype(jnp.float32)), np.isnan(rows.astype(jnp.float32)))
 
 
 @pytest.mark.parametrize(

@@ -262,3 +262,10 @@ def test_a_shape_that_is_not_that_of_the_terms():
     function = sharded(MESH, ReduceScatterShape(4, 2, 64, 256, "float32"))
     with pytest.raises(ValueError, match="rows=32.*not.*rows=64"):
         jax.eval_shape(function, jax.ShapeDtypeStruct((8 * 32, 256), "float32"))
+
+
+def test_pallas_plain_interpreter_is_refused():
+    function = functools.partial(pallas_tpu.reduce_scatter, shape=ReduceScatterShape(4, 2, 64, 256, "float32"), interpret=True)
+    mapped = jax.shard_map(function, mesh=MESH, in_specs=SPEC, out_specs=SPEC, check_vma=False)
+    with pytest.raises(ValueError, match="use the implementation 'xla'"):
+        jax.eval_shape(mapped, jax.ShapeDtypeStruct((8 * 64, 256), "float32"))
