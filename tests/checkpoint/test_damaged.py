@@ -250,14 +250,16 @@ def test_data_that_do_not_fill_the_file(checkpoint, tmp_path, refused, how):
         refused(folder, file.name)
         return
 
+    moved = []
+
     def change(header):
-        by_place = sorted(header, key=lambda name: header[name]["data_offsets"])
-        for name in by_place[1:]:
+        moved.extend(sorted(header, key=lambda name: header[name]["data_offsets"])[1:])
+        for name in moved:
             offsets = header[name]["data_offsets"]
             header[name]["data_offsets"] = [offset + (2 if how == "gap" else -2) for offset in offsets]
 
     rewrite_header(file, change)
-    refused(folder, file.name, WHOLE)
+    refused(folder, file.name, moved[0])
 
 
 def test_tensor_twice_in_one_header(checkpoint, tmp_path, refused):

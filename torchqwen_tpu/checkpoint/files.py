@@ -68,10 +68,18 @@ class CheckpointFiles:
             data = data.clone()
         return data.view(DTYPES[entry.dtype]).view(entry.shape)
 
+    def prefetch(self, name: str) -> None:
+        """Have the system start to read this tensor, without waiting for it."""
+        self._advise(name, mmap.MADV_WILLNEED)
+
     def release(self, name: str) -> None:
         """Give up the memory that `read` of this tensor took; reading it again is possible."""
+        self._advise(name, mmap.MADV_DONTNEED)
+
+    def _advise(self, name: str, advice: int) -> None:
+        """Tell the system about the pages that are this tensor's alone."""
         entry = self.tensors[name]
         start = -(-entry.offset // mmap.PAGESIZE) * mmap.PAGESIZE
         length = (entry.offset + entry.bytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
         if length > 0:
-            self._maps[entry.file].madvise(mmap.MADV_DONTNEED, start, length)
+            self._maps[entry.file].madvise(advice, start, length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 import torch
@@ -53,19 +54,24 @@ def write_weights(folder: Path, tensors: dict[str, Saved], max_shard_size: int |
 
 
 def _write_file(file: Path, tensors: dict[str, Saved], bar: tqdm) -> None:
-    with file.open("wb") as stream:
+    with file.open("wb", buffering=0) as stream:  # a buffer would fail a second time, as the file is closed
         name = "the header"
         try:
-            stream.write(header_bytes({name: saved.meta for name, saved in tensors.items()}, {"format": "pt"}))
+            _write(stream, header_bytes({name: saved.meta for name, saved in tensors.items()}, {"format": "pt"}))
             for name, saved in tensors.items():  # noqa: B007, the error names it
                 tensor = saved.read()
                 if (tensor.dtype, tensor.shape) != (saved.meta.dtype, saved.meta.shape):
                     raise RuntimeError(f"{name} is {tensor.dtype} {list(tensor.shape)}, and its header says otherwise")
-                stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+                _write(stream, tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
                 bar.update(_size(tensor))
-            stream.flush()
         except OSError as error:
             raise OSError(error.errno, f"{name} could not be written to {file.name}: {error.strerror}") from error
+
+
+def _write(stream: FileIO, data) -> None:
+    rest = memoryview(data)
+    while len(rest):
+        rest = rest[stream.write(rest) :]
 
 
 def _size(tensor: torch.Tensor) -> int:
