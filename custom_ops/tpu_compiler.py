@@ -103,7 +103,7 @@ def compile_graph(
     specs: Sequence[PartitionSpec],
     mesh: AbstractMesh,
     *,
-    donated: Mapping[int, int] = MappingProxyType({}),
+    donated: Mapping[int, int | None] = MappingProxyType({}),
     topology_name: str = IRONWOOD_HOST,
 ) -> xla_client.LoadedExecutable:
     """A torch_xla graph compiled for a mesh of TPU cores.
@@ -113,8 +113,9 @@ def compile_graph(
         inputs: the placeholder tensors that it was traced on; all that it reads must be among them but scalars, which
             PyTorch makes of the numbers in a function.
         specs: how each input is split over `mesh`.
-        donated: position of an input → that of the output which takes its buffer. (Told only that a buffer is free, XLA
-            gives it to the first output of that size, and copies a state whose buffer another output has taken.)
+        donated: position of an input → that of the output which takes its buffer, or None for what torch_xla does at run
+            time. (Told only that a buffer is free, XLA gives it to the first output of that size, and copies a state whose
+            buffer another output has taken.)
 
     Raises:
         ValueError: the graph reads a tensor that is not an input.
@@ -130,7 +131,9 @@ def compile_graph(
         for position, (tensor, spec) in enumerate(zip(inputs, specs, strict=True)):
             sharding = NamedSharding(mesh, spec)._to_xla_hlo_sharding(tensor.dim())
             described = {"mhlo.sharding": ir.StringAttr.get(str(sharding))}
-            if position in donated:
+            if donated.get(position, -1) is None:
+                described["jax.buffer_donor"] = ir.BoolAttr.get(True)
+            elif position in donated:
                 described["tf.aliasing_output"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), donated[position])
             attributes[context.tensor_parameter_id(tensor)] = described
         attributes.pop(-1, None)  # inputs that the graph does not read

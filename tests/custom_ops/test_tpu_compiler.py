@@ -115,3 +115,17 @@ def test_gated_delta_net_on_eight_cores_updates_its_states_in_place(name, kernel
     # slots between taps and channels.
     _, recurrent = graph["copies"]
     assert recurrent == 0
+
+
+def test_options_for_graphs_join_those_that_are_set(monkeypatch):
+    from custom_ops.tpu_options import GRAPH_OPTIONS, use_graph_options
+
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--first=1")
+    for _ in range(2):
+        use_graph_options()
+        wanted = [f"--{name}={value}" for name, value in GRAPH_OPTIONS.items()]
+        assert os.environ["LIBTPU_INIT_ARGS"].split() == ["--first=1", *wanted]
+    chosen = " ".join(f"--{name}=true" for name in GRAPH_OPTIONS)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", chosen)
+    use_graph_options()
+    assert os.environ["LIBTPU_INIT_ARGS"] == chosen

@@ -96,7 +96,7 @@ def main(kind: str) -> None:
         layout = CacheLayout(CONFIG, mesh, runtime, torch.bfloat16).arrays(cache)
         states = [inputs.new(*array) for array in layout]
         outputs = Steps(model.model, model.lm_head, Operations(mesh, runtime), runtime).trace(shape, [*arguments, *states])
-    donated = {first + number: number for number in range(len(states))}
+    donated = dict.fromkeys(range(first, first + len(states)))  # as torch_xla donates them: XLA chooses the outputs
     executable = compile_graph(outputs, inputs.tensors, inputs.specs, mesh.abstract, donated=donated)
     memory, hlo = executable.get_compiled_memory_stats(), executable.hlo_modules()[0].to_string()
     local = [(state.numel() // mesh.ranks, state.dtype) for state in states]
