@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
 from torch_xla import _XLAC
 from torch_xla.debug import metrics
 
@@ -54,6 +55,8 @@ class CompiledGraph:
             _XLAC._set_buffer_donation(inputs[position], False)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        # torch_xla refuses an input that an earlier graph has been asked for and that its thread has not launched yet.
+        xm.wait_device_ops()
         return _XLAC._run_cached_graph(
             self._hash, [inputs[entry] if isinstance(entry, int) else entry for entry in self._order]
         )
