@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 LAYOUTS = ("dp", "dp_tp", "tp")
+WIRES = ("float8_e4m3fn", "bfloat16")
+QUANTIZATIONS = ("keep", "channel", "dequantize")
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,22 @@ class RuntimeConfig:
         state_dtype: storage of the recurrent states, "float32" or "bfloat16"; arithmetic is float32 either way.
         prefill_chunk: the most tokens that a data-parallel rank takes in one step; longer inputs take several steps.
         decode_steps: decode steps that run on the device before the host looks at the result.
+        scan_layers: stack the weights of layers that repeat with a period and run the periods in a loop, so that tracing,
+            compiling and arguments do not grow with depth; None takes the loop on a TPU. On a CPU it copies every layer's
+            weights and pays from some dozens of layers of a small model.
         round_router: round router logits and weights to the model's dtype as transformers does. Off, routing stays in
             float32: more exact, and different from transformers in bfloat16.
+        moe_wire: dtype in which tokens go to the experts, "float8_e4m3fn" (with a scale a token) or "bfloat16", in every
+            layout. None takes the model's own, and on a TPU FP8 for a bfloat16 model whose experts are FP8.
+        moe_micro_batches: parts that the tokens of a step take through the experts one after the other, so that one part
+            travels while another is computed; fewer where a rank's tokens do not divide by it. None takes, on a TPU, what a
+            model of the machine's time says, and elsewhere one.
+        quantization: what becomes of the FP8 weights of a checkpoint (others stay as they are):
+            "keep" – the same FP8 numbers and scales of blocks, multiplied in the model's dtype;
+            "channel" – FP8 anew, one scale an output channel, which adds rounding (reported by kind of weight); a TPU
+            multiplies FP8 by FP8, each token quantised too;
+            "dequantize" – the model's dtype, twice the memory or four times.
+            None takes "channel" on a TPU and "dequantize" on a CPU, which has no product of FP8.
         implementations: implementation by operation, for example {"gated_delta_net": "reference"}; operations that
             are not named take the platform's default.
     """
@@ -90,7 +106,11 @@ class RuntimeConfig:
     state_dtype: str = "float32"
     prefill_chunk: int = 4096
     decode_steps: int = 8
+    scan_layers: bool | None = None
     round_router: bool = False
+    moe_wire: str | None = None
+    moe_micro_batches: int | None = None
+    quantization: str | None = None
     implementations: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -98,6 +118,10 @@ class RuntimeConfig:
             raise ValueError(f"page_size must be 16, 32, 64, 128 or 256, not {self.page_size}")
         if self.state_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"state_dtype must be float32 or bfloat16, not {self.state_dtype!r}")
-        for name in ("prefill_chunk", "decode_steps"):
-            if getattr(self, name) < 1:
+        if self.moe_wire not in (None, *WIRES):
+            raise ValueError(f"moe_wire must be {' or '.join(WIRES)}, not {self.moe_wire!r}")
+        if self.quantization not in (None, *QUANTIZATIONS):
+            raise ValueError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, not {self.quantization!r}")
+        for name in ("prefill_chunk", "decode_steps", "moe_micro_batches"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")

@@ -1,4 +1,5 @@
-"""`torchqwen-tpu bench`: greedy generation and prefill, measured beside another library; `bench serve` is in `bench_serve`."""
+"""`torchqwen-tpu bench`: greedy generation and prefill, measured beside another library; `bench serve` and `bench host` are in
+`bench_serve` and `bench_host`."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import json
 
 from torchqwen_tpu.benchmark import PEERS, Sizes, format_table, measure
 from torchqwen_tpu.checkpoint.resolve import load_config, resolve_folder
-from torchqwen_tpu.commands import bench_serve
+from torchqwen_tpu.commands import bench_host, bench_serve
 from torchqwen_tpu.commands.arguments import count, load_model, model_arguments, positive, positive_list
 
 
@@ -25,8 +26,11 @@ def add(commands) -> None:
     parser.add_argument("--pairs", type=positive, default=5, metavar="N", help="measurements (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
+    # Not required: `bench serve` brings its own --model, `bench host` none.
     parser.set_defaults(missing_model=lambda: parser.error("the following arguments are required: --model"))
-    bench_serve.add(parser.add_subparsers(metavar="serve", help="measure the engine under load"))
+    others = parser.add_subparsers(metavar="serve | host", help="measure the engine under load, or the host's part of a call")
+    bench_serve.add(others)
+    bench_host.add(others)
 
 
 def run(arguments: argparse.Namespace) -> None:

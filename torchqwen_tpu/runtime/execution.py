@@ -156,7 +156,7 @@ class Executor:
     def _prefill(self, shape: ExtendShape, values: dict[str, np.ndarray]) -> torch.Tensor:
         started = time.perf_counter()
         with self._stores.opened(SLOTS) as states:
-            logits, _ = self.steps.extend(shape, states, shape.header.pack(self.mesh.ranks, **values))
+            logits = self.steps.extend(shape, states, shape.header.pack(self.mesh.ranks, **values)).result
         self.device_seconds += time.perf_counter() - started
         return logits
 

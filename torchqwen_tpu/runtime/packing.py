@@ -11,6 +11,8 @@ import torch
 from custom_ops.gated_delta_net.metadata import check_metadata
 from torchqwen_tpu.batch import bucket
 from torchqwen_tpu.cache import HybridCache
+from torchqwen_tpu.recording import Recorder
+from torchqwen_tpu.runtime.observation import Records
 from torchqwen_tpu.runtime.step import ExtendShape, Steps
 
 SMALLEST_BUCKET = 64
@@ -24,7 +26,7 @@ class Row:
     Attributes:
         tokens: [n] ids; with embeddings, their rows in the embeddings.
         positions: [3, n]
-        wanted: positions within `tokens`, ascending, whose logits are wanted.
+        wanted: positions within `tokens`, ascending, whose logits are wanted; one may come several times.
         targets: as many token ids to be scored at those positions, where scores are asked for.
     """
 
@@ -51,11 +53,13 @@ class Selected:
         steps: logits [n, vocabulary] (or scores) of every step, on the device; `total` in all.
         hidden_states: per layer [total, hidden size], if asked for.
         place: per row, where its wanted tokens lie in `total`.
+        records: of every step, what the recorders kept.
     """
 
     steps: list[torch.Tensor]
     hidden_states: list[torch.Tensor]
     place: list[np.ndarray]
+    records: list[Records]
 
     @property
     def logits(self) -> torch.Tensor:
@@ -71,8 +75,10 @@ def extend(
     hidden_states: bool = False,
     alternatives: int | None = None,
     smallest_bucket: int = SMALLEST_BUCKET,
+    recorders: tuple[Recorder, ...] = (),
+    largest_step: int | None = None,
 ) -> Selected:
-    """Take the rows' tokens into the cache, in as many steps as `prefill_chunk` asks for.
+    """Take the rows' tokens into the cache, in as many steps as `largest_step` asks for.
 
     Args:
         rows: one for each sequence of the cache; a row without tokens keeps its state.
@@ -80,19 +86,22 @@ def extend(
         hidden_states: also return the input of every layer and the output of the last norm.
         alternatives: return scores of the rows' `targets` in place of logits, each with that many alternatives.
         smallest_bucket: fewest tokens that a step is compiled for.
+        recorders: what to keep of the values inside the layers.
+        largest_step: most tokens that a rank takes in one step; by default `prefill_chunk`.
     """
     cache.reserve(int(max(cache.lengths[i] + len(row.tokens) for i, row in enumerate(rows))))
-    logits, layers = [], []
+    logits, layers, records = [], [], []
     place = [np.zeros(len(row.wanted), np.int64) for row in rows]
     total = 0
-    for pieces in _plan(rows, cache, steps.runtime.prefill_chunk):
+    for pieces in _plan(rows, cache, largest_step or steps.runtime.prefill_chunk):
         shape, values, selected = _pack(
-            pieces, rows, cache, embeddings is not None, hidden_states, alternatives, smallest_bucket
+            pieces, rows, cache, embeddings is not None, hidden_states, alternatives, smallest_bucket, recorders
         )
         flat = None if embeddings is None else _pack_embeddings(embeddings, values["tokens"], steps)
-        result, kept = steps.extend(shape, cache, shape.header.pack(cache.layout.mesh.ranks, **values), flat)
+        result, kept, recorded = steps.extend(shape, cache, shape.header.pack(cache.layout.mesh.ranks, **values), flat)
         logits.append(result)
         layers.append(kept)
+        records.append(recorded)
         for row, number, where in selected:
             place[row][number] = total + where
         total += result.shape[0]
@@ -101,7 +110,7 @@ def extend(
     for index, row in enumerate(rows):
         if len(row.tokens):
             cache.offsets[:, index] = row.positions[:, -1] + 1 - cache.lengths[index]
-    return Selected(logits, [_joined(layer) for layer in zip(*layers, strict=True)], place)
+    return Selected(logits, [_joined(layer) for layer in zip(*layers, strict=True)], place, records)
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -137,6 +146,7 @@ def _pack(
     hidden_states: bool,
     alternatives: int | None,
     smallest: int,
+    recorders: tuple[Recorder, ...],
 ):
     """Shape and header values of one step, and (row, number, place) of the wanted tokens in it."""
     ranks, per_rank = len(pieces), cache.shape.rows
@@ -147,7 +157,7 @@ def _pack(
     tokens = per_rank if decode else bucket(max(sum(p.last - p.first for p in rank) for rank in pieces), smallest)
     most = max(len(rank) for rank in wanted)
     selected = per_rank if most <= per_rank else bucket(most, smallest)
-    shape = ExtendShape(tokens, selected, cache.shape, decode, embeddings, hidden_states, alternatives)
+    shape = ExtendShape(tokens, selected, cache.shape, decode, embeddings, hidden_states, alternatives, recorders)
 
     values = {name: np.zeros((ranks, size), np.int32) for name, size in shape.header.fields}
     values["slot"][:] = np.arange(per_rank)

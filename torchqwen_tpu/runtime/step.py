@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch_xla.experimental.scan import _scan_impl_pytree as scan  # the public scan insists on autograd formulas
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
@@ -19,7 +18,9 @@ from torchqwen_tpu.config import RuntimeConfig
 from torchqwen_tpu.models.layers import Linear
 from torchqwen_tpu.models.qwen3_5 import TextModel
 from torchqwen_tpu.ops import Operations
-from torchqwen_tpu.runtime.graph import CompiledGraph
+from torchqwen_tpu.recording import LayerInputs, Recorder
+from torchqwen_tpu.runtime.graph import CompiledGraph, scan
+from torchqwen_tpu.runtime.observation import Extended, Observer, recorded, split_records
 
 EOS_SLOTS = 8
 """Stop tokens of a sequence that a decode graph has room for."""
@@ -31,6 +32,7 @@ class ExtendShape:
 
     decode: every sequence takes at most one token, and token i belongs to row i of the cache.
     alternatives: None for logits; otherwise the scores of given tokens, with that many alternatives beside each.
+    recorders: what is kept of the values inside the layers.
     """
 
     tokens: int
@@ -40,6 +42,7 @@ class ExtendShape:
     embeddings: bool = False
     hidden_states: bool = False
     alternatives: int | None = None
+    recorders: tuple[Recorder, ...] = ()
 
     @property
     def header(self) -> Header:
@@ -60,10 +63,12 @@ class ExtendShape:
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """Sizes of a decode step: its cache, and the candidates that sampling sorts (0: greedy)."""
+    """Sizes of a decode step: its cache, the candidates that sampling sorts (0: greedy), and what is kept of the values
+    inside the layers."""
 
     cache: CacheShape
     candidates: int = 0
+    recorders: tuple[Recorder, ...] = ()
 
     @property
     def header(self) -> Header:
@@ -88,33 +93,39 @@ class Steps:
 
     Args:
         decoder, head: the modules, their parameters on the device; without a head the embedding serves as one.
+
+    Attributes:
+        observer: sees every step; None costs nothing.
     """
 
     def __init__(self, decoder: TextModel, head: Linear | None, ops: Operations, runtime: RuntimeConfig):
         self.decoder, self.head, self.ops, self.runtime = decoder, head, ops, runtime
+        self.observer: Observer | None = None
         self._graphs: dict[ExtendShape | DecodeShape, CompiledGraph] = {}
         self._traced: list[tuple[int, int]] = []
 
     def extend(
         self, shape: ExtendShape, cache: HybridCache, header: torch.Tensor, embeddings: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    ) -> Extended:
         """Take tokens into the cache.
 
         Args:
             header: [ranks, width] as `shape.header` packs it, on the host.
             embeddings: [ranks * tokens, hidden size] on the device, in place of token ids.
 
-        Returns: logits [ranks * selected, vocabulary] (or scores, as `custom_ops.scoring` has them), and the selected rows of
-            every layer's input and of the last norm's output if `shape` asks for them. The cache's states are replaced by
-            the new ones.
+        The cache's states are replaced by the new ones.
         """
+        shape = self._observed(shape)
         inputs = [place_header(self.ops.mesh, header)]
         if embeddings is not None:
             inputs.append(embeddings)
-        outputs = self._run(shape, inputs, cache, self._trace_extend, f"step of {shape.tokens} tokens")
+        outputs = self._run(shape, inputs, cache, f"step of {shape.tokens} tokens")
+        outputs, records = split_records(shape.recorders, outputs)
         count = len(cache.states)
         cache.states = outputs[:count]
-        return outputs[count], outputs[count + 1 :]
+        if self.observer is not None:
+            self.observer.extended(shape, header, records)
+        return Extended(outputs[count], outputs[count + 1 :], records)
 
     def decode(self, shape: DecodeShape, cache: HybridCache, header: torch.Tensor, sampling: torch.Tensor) -> np.ndarray:
         """Generate up to `decode_steps` tokens a sequence, of each as many as its `steps`.
@@ -125,13 +136,20 @@ class Steps:
 
         Returns: [decode_steps + 1, ranks * rows]: the tokens of each step, then the new lengths.
         """
-        mesh = self.ops.mesh
+        mesh, shape = self.ops.mesh, self._observed(shape)
         inputs = [place_header(mesh, header), mesh.put(sampling, ("tokens", None))]
-        outputs = self._run(shape, inputs, cache, self._trace_decode, f"decode step of {shape.cache.rows} sequences")
+        outputs = self._run(shape, inputs, cache, f"decode step of {shape.cache.rows} sequences")
+        outputs, records = split_records(shape.recorders, outputs)
         cache.states = outputs[:-1]
-        return mesh.get(outputs[-1]).numpy()
+        tokens = mesh.get(outputs[-1]).numpy()
+        if self.observer is not None:
+            self.observer.decoded(shape, header, tokens, records)
+        return tokens
 
-    def _run(self, shape, inputs: list[torch.Tensor], cache: HybridCache, trace, what: str) -> list[torch.Tensor]:
+    def _observed(self, shape: ExtendShape | DecodeShape) -> ExtendShape | DecodeShape:
+        return shape if self.observer is None else replace(shape, recorders=(*shape.recorders, self.observer.recorder))
+
+    def _run(self, shape, inputs: list[torch.Tensor], cache: HybridCache, what: str) -> list[torch.Tensor]:
         states = range(len(inputs), len(inputs) + len(cache.states))
         inputs = [*inputs, *cache.states]
         if (weights := self._weights()) != self._traced:
@@ -139,8 +157,16 @@ class Steps:
             self._traced = weights
         if shape not in self._graphs:
             with _compiling(what):
-                self._graphs[shape] = CompiledGraph(lambda *tensors: trace(shape, tensors), inputs, donated=states)
+                self._graphs[shape] = CompiledGraph(lambda *tensors: self.trace(shape, tensors), inputs, donated=states)
         return self._graphs[shape](inputs)
+
+    def trace(self, shape: ExtendShape | DecodeShape, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What a step computes of its inputs: header, embeddings or sampling parameters, states. The new states come first."""
+        return (self._trace_decode if isinstance(shape, DecodeShape) else self._trace_extend)(shape, tensors)
+
+    def graph(self, shape: ExtendShape | DecodeShape) -> CompiledGraph:
+        """The compiled step of a shape that has run."""
+        return self._graphs[shape]
 
     def _weights(self) -> list[tuple[int, int]]:
         """What tells whether a weight was replaced or changed in place."""
@@ -170,17 +196,19 @@ class Steps:
             page_table=header["page_table"].reshape(-1, shape.cache.pages),
             decode=shape.decode,
         )
-        output = self.decoder(embeddings, batch, _by_layer(self.decoder, states), self.ops, shape.hidden_states)
+        recorders = (*shape.recorders, LayerInputs()) if shape.hidden_states else shape.recorders
+        output = self.decoder(embeddings, batch, states, self.ops, recorders)
         select = header["select"].reshape(-1)
         hidden = self.ops.select(output.hidden, select)
-        layers = [self.ops.select(rows, select) for rows in output.layer_inputs]
+        records = recorded(recorders, output, batch, lambda rows: self.ops.select(rows, select), self.ops)
+        layers = []
         if shape.hidden_states:
-            layers.append(hidden)
+            layers = [*records.pop(), hidden]
         if shape.alternatives is None:
             result = self._logits(hidden)
         else:
             result = self._scores(hidden, header["target"], shape.alternatives)
-        return [*_flat(output.states), result, *layers]
+        return [*output.states, result, *layers, *records]
 
     def _trace_decode(self, shape: DecodeShape, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         header, rows = shape.header.unpack(tensors[0]), shape.cache.rows
@@ -188,7 +216,7 @@ class Steps:
 
         # What a step reads is part of the carry even where it never changes: tensors that scan finds by itself are
         # captured with the values they have now.
-        def one_step(carry, number):
+        def one_step(carry, number, first=False):
             token, finished, fed, length, generated, states, constant = carry
             finished, fed = finished > 0, fed > 0  # scan carries no booleans
             # A finished sequence still takes in its stop token, as in transformers, unless nothing else goes on.
@@ -201,9 +229,10 @@ class Steps:
                 slot=constant["row"],
                 page_table=constant["page_table"],
                 decode=True,
+                first=first,
             )
             embeddings = F.embedding(token, self.decoder.embed_tokens.weight)
-            output = self.decoder(embeddings, batch, _by_layer(self.decoder, states), self.ops)
+            output = self.decoder(embeddings, batch, states, self.ops, shape.recorders)
             logits = self._logits(output.hidden).float()
             if shape.candidates:
                 chosen = self.ops.sample(
@@ -219,7 +248,8 @@ class Steps:
             length = length + active.to(torch.int32)
             generated = generated + going.to(torch.int32)
             flags = (finished.to(torch.int32), fed.to(torch.int32))
-            return (token, *flags, length, generated, tuple(_flat(output.states)), constant), token
+            records = recorded(shape.recorders, output, batch, lambda rows: rows, self.ops)
+            return (token, *flags, length, generated, output.states, constant), (token, *records)
 
         flat = {name: value.reshape(-1) for name, value in header.items()}
         temperature, top_p, min_p = (part.reshape(-1) for part in tensors[1].chunk(3, dim=1))
@@ -238,22 +268,22 @@ class Steps:
             tuple(tensors[2:]), constant,
         )  # fmt: skip
         numbers = torch.arange(self.runtime.decode_steps, dtype=torch.int32, device=tensors[0].device)
-        (_, _, _, length, _, states, _), tokens = scan(one_step, carry, numbers)
-        return [*states, torch.cat([tokens, length.unsqueeze(0)])]
+        steps = []
+        if shape.recorders:  # they look at more in the first step than in the others
+            carry, results = one_step(carry, numbers[0], first=True)
+            steps.append([result.unsqueeze(0) for result in results])
+            numbers = numbers[1:]
+        if len(numbers):
+            carry, results = scan(one_step, carry, numbers)
+            steps.append(results)
+        tokens, *records = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*steps, strict=True))
+        _, _, _, length, _, states, _ = carry
+        return [*states, torch.cat([tokens, length.unsqueeze(0)]), *records]
 
 
 def _by_axis(values: torch.Tensor) -> torch.Tensor:
     """[ranks, 3 * n], axis by axis within a rank → [3, ranks * n]."""
     return values.view(values.shape[0], 3, -1).transpose(0, 1).reshape(3, -1)
-
-
-def _by_layer(decoder: TextModel, flat: tuple[torch.Tensor, ...]) -> list[tuple[torch.Tensor, ...]]:
-    rest = iter(flat)
-    return [(next(rest), next(rest)) if layer.is_linear else (next(rest),) for layer in decoder.layers]
-
-
-def _flat(states: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
-    return [tensor for layer in states for tensor in layer]
 
 
 @contextlib.contextmanager

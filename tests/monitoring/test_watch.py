@@ -1,0 +1,165 @@
+"""The numerical watch finds planted faults and names the layer; a healthy model gives no warning."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from support import padded
+from watched import ROWS
+
+from torchqwen_tpu import monitoring, score
+from torchqwen_tpu.monitoring import Limits, NumericalWarning
+from torchqwen_tpu.runtime.graph import compilations
+
+BATCH = padded(ROWS)
+
+
+@contextlib.contextmanager
+def changed(parameter: torch.nn.Parameter, change):
+    """A parameter that `change` works on in place, on the host, and that is restored afterwards."""
+    before = parameter.detach().cpu().clone()
+    after = before.clone()
+    change(after)
+    with torch.no_grad():
+        parameter.copy_(after.to(parameter.device))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            parameter.copy_(before.to(parameter.device))
+
+
+def findings(model, run, **limits) -> list[monitoring.Finding]:
+    with pytest.warns(NumericalWarning), monitoring.watch(model, limits=Limits(**limits)) as watch:
+        run(model)
+    return watch.findings
+
+
+def forward(model):
+    return model(**BATCH).logits
+
+
+def generate(model):
+    return model.generate(**BATCH, max_new_tokens=20, do_sample=False)
+
+
+def test_a_healthy_model_gives_no_warning_and_the_same_answers(small, tmp_path):
+    stream, report = tmp_path / "steps.jsonl", tmp_path / "report.html"
+    plain = generate(small)
+    with warnings.catch_warnings(), monitoring.watch(small, stream=stream, report=report) as watch:
+        warnings.simplefilter("error", NumericalWarning)
+        assert torch.equal(generate(small), plain)
+    assert watch.findings == []
+    entries = [json.loads(line) for line in stream.read_text().splitlines()]
+    assert [entry["kind"] for entry in entries] == ["extend", "decode", "decode", "decode"]
+    assert entries[0]["tokens"] == sum(map(len, ROWS))
+    gated, attention, _ = entries[0]["layers"]
+    assert 0 < gated["gates"]["beta_min"] < gated["gates"]["beta_max"] < 1
+    assert sorted(state["position"] for state in gated["states"]) == sorted(map(len, ROWS))
+    assert attention["attention"]["logit_max"] <= attention["attention"]["logit_bound"] * (1 + 1e-5)
+    assert attention["router"]["tokens"] == sum(map(len, ROWS))
+    assert watch.loads.total.sum() == 3 * 3 * (sum(map(len, ROWS)) + 3 * 3)  # layers, experts a token, tokens looked at
+    assert report.read_text().count("<svg") == 3
+
+
+def test_scores_are_watched(small):
+    with monitoring.watch(small) as watch:
+        score(small, ROWS)
+    assert watch.steps > 0 and watch.loads.total.any()
+
+
+def test_nothing_is_left_behind(small):
+    generate(small)
+    before = compilations()
+    with monitoring.watch(small):
+        pass
+    generate(small)
+    assert compilations() == before and small.steps.observer is None
+
+
+def test_two_watches_at_once_are_refused(small):
+    with monitoring.watch(small), pytest.raises(RuntimeError, match="watched already"), monitoring.watch(small):
+        pass
+
+
+def test_a_nan_in_one_experts_weights(small):
+    """Layer, expert and first token are named."""
+    def plant(weights):
+        weights[5, 0, 0] = float("nan")
+
+    experts = small.model.layers[1].mlp.experts
+    with monitoring.watch(small) as healthy:
+        forward(small)
+    assert not healthy.findings
+    with changed(experts.gate_up_proj, plant):
+        (finding,) = [one for one in findings(small, forward) if one.kind == "not_finite"]
+    assert finding.layer == 1
+    assert "after the experts" in finding.message and "went to expert 5" in finding.message
+
+
+def test_the_first_token_that_is_not_finite(small):
+    """An embedding that is infinite shows in the first layer, at its token, also while generating."""
+    token, place = ROWS[1][11], ROWS[1].index(ROWS[1][11])
+
+    def plant(weights):
+        weights[token] = float("inf")
+
+    with changed(small.model.embed_tokens.weight, plant):
+        found = findings(small, lambda model: model(torch.tensor(ROWS[1:2])))
+    (finding,) = [one for one in found if one.kind == "not_finite"]
+    assert finding.layer == 0 and f"token {place} of sequence 0" in finding.message
+
+
+@torch.no_grad()
+def test_one_expert_that_takes_nearly_all_tokens(small, small_reference):
+    """Its weights are fitted to what the router sees."""
+    seen = []
+    gate = small_reference.model.layers[2].mlp.gate
+    hook = gate.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].reshape(-1, gate.weight.shape[1])))
+    for row in ROWS:
+        small_reference(torch.tensor([row]))
+    hook.remove()
+    hidden = torch.cat(seen)
+    fitted = torch.linalg.lstsq(hidden, torch.ones(len(hidden), 1)).solution[:, 0]
+    assert (hidden @ fitted > 0.1).float().mean() >= 0.9
+
+    def plant(weights):
+        weights[:, : gate.weight.shape[0]] *= 1e-3
+        weights[:, 6] = 100 * fitted
+
+    with changed(small.model.layers[2].mlp.router.weight, plant):
+        (finding,) = findings(small, forward)
+    assert (finding.kind, finding.layer) == ("expert_share", 2) and "expert 6" in finding.message
+
+
+def test_softmax_saturation_from_scaled_queries(small):
+    def plant(weights):
+        weights.add_(1).mul_(300).sub_(1)  # the norm multiplies by one plus its weight
+
+    with changed(small.model.layers[1].self_attn.q_norm.weight, plant):
+        found = findings(small, forward)
+    assert {(one.kind, one.layer) for one in found} >= {("attention_logit", 1), ("saturated", 1)}
+
+
+def test_a_state_that_blows_up(small):
+    """Values a million times too large."""
+    def plant(weights):
+        weights.mul_(1e6)
+
+    with changed(small.model.layers[2].linear_attn.conv1d.weight, plant):
+        found = findings(small, generate)
+    assert [one.layer for one in found if one.kind == "state_norm"] == [2]
+
+
+@pytest.mark.parametrize(("exponent", "found"), [(0.5, False), (3.0, True)])
+def test_growth_of_a_state(exponent, found):
+    growth = monitoring.limits.Growth()
+    seen = [growth.add(0, 0, position, float(position) ** exponent) for position in range(8, 2000, 8)]
+    exponents = [value for value in seen if value is not None]
+    np.testing.assert_allclose(exponents, exponent)
+    assert bool(exponents) and found == (max(exponents) > Limits().state_growth)

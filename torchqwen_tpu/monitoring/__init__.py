@@ -1,0 +1,42 @@
+"""A numerical watch over a model as it runs, and the comparison of two configurations."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchqwen_tpu.models.causal_lm import CausalLM
+from torchqwen_tpu.monitoring.limits import Finding, Limits
+from torchqwen_tpu.monitoring.watch import NumericalWarning, Watch
+
+__all__ = ["Finding", "Limits", "NumericalWarning", "Watch", "watch"]
+
+
+@contextlib.contextmanager
+def watch(
+    model: CausalLM, *, limits: Limits | None = None, stream: str | Path | None = None, report: str | Path | None = None
+) -> Iterator[Watch]:
+    """Watch the numbers of a model in everything that it computes inside the `with` block.
+
+    Forward, generation and scoring alike: each prefill step is looked at, and of the decode steps that run in one go the
+    first. NaN and infinity are looked for in every step and every token. Steps that are watched compile once more;
+    afterwards those without a watch run as before.
+
+    Args:
+        limits: what to warn beyond; each layer and limit warns once (`NumericalWarning`).
+        stream: a file that gets one JSON object a step, decode steps that run in one go being one.
+        report: an HTML page that is written at the end; also `Watch.report(path)` at any time.
+
+    Raises:
+        RuntimeError: the model is watched already.
+    """
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open(stream, "w", encoding="utf-8")) if stream is not None else None
+        watching = Watch(model, limits or Limits(), file)
+        try:
+            with watching:
+                yield watching
+        finally:
+            if report is not None:
+                watching.report(report)
