@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,23 +12,24 @@ import torch
 from custom_ops.gated_delta_net.metadata import check_metadata
 from torchqwen_tpu.batch import Header, bucket, place_header
 from torchqwen_tpu.cache import CacheLayout, CacheShape
-from torchqwen_tpu.ops import PAGES
 from torchqwen_tpu.runtime.graph import CompiledGraph
 from torchqwen_tpu.runtime.packing import SMALLEST_BUCKET
 from torchqwen_tpu.runtime.parameters import SHORTLIST
 from torchqwen_tpu.runtime.request import Request
 from torchqwen_tpu.runtime.scheduler import Move, Piece
 from torchqwen_tpu.runtime.step import DecodeShape, ExtendShape, Steps
+from torchqwen_tpu.runtime.stores import CHECKPOINTS, NARROW, SLOTS, StateStores
 
 _SAMPLING = ("temperature", "top_p", "min_p")
 
 
-@dataclass
-class Pools:
-    """States of all slots and pages, as steps of the model take and replace them."""
+def narrow_rows(rows: int) -> int:
+    """Sequences a rank of the narrow decode step; 0 where there is none.
 
-    shape: CacheShape
-    states: list[torch.Tensor]
+    Row i of a decode step is slot i, so that a step has as many rows as there are slots, and a single request would pay for
+    all. Where few decode their states go through a store of their own, at the price of two copies every few tokens.
+    """
+    return max(rows // 8, 2) if rows > 4 else 0
 
 
 class Executor:
@@ -46,15 +47,10 @@ class Executor:
     def __init__(self, steps: Steps, layout: CacheLayout, shape: CacheShape, checkpoints: int, token_budget: int):
         self.steps, self.mesh, self.shape = steps, layout.mesh, shape
         self.vocabulary = layout.config.vocab_size
-        self.pools = Pools(shape, layout.allocate(shape))
         self.device_seconds = 0.0
-        kinds = [axes for _, _, axes in layout.arrays(shape)]
-        self._recurrent = [(place, axes) for place, axes in enumerate(kinds) if axes != PAGES]
-        self._checkpoints = []
-        if checkpoints:
-            kept = layout.allocate(CacheShape(checkpoints, 1, shape.page_size, pool=1))
-            self._checkpoints = [kept[place] for place, _ in self._recurrent]
-        self._graphs: dict[tuple, CompiledGraph] = {}
+        self._narrow = narrow_rows(shape.rows)
+        self._stores = StateStores(layout, steps.ops, shape, {CHECKPOINTS: checkpoints, NARROW: self._narrow})
+        self._choosers: dict[int, CompiledGraph] = {}
         largest = bucket(token_budget, SMALLEST_BUCKET)
         self._buckets = [SMALLEST_BUCKET << n for n in range(largest.bit_length()) if SMALLEST_BUCKET << n <= largest]
         self._candidates = sorted({0, min(SHORTLIST, self.vocabulary), self.vocabulary})
@@ -92,13 +88,17 @@ class Executor:
 
     def decode(self, turns: Sequence[tuple[Request, int]]) -> list[list[int]]:
         """Generate tokens of requests, as many as each turn says or up to a stop token."""
-        ranks, rows = self.mesh.ranks, self.shape.rows
-        shape = DecodeShape(self.shape, self._candidates_of([request for request, _ in turns]))
-        values = {name: np.zeros((ranks * rows, size // rows), np.int32) for name, size in shape.header.fields}
-        values["finished"][:] = values["fed"][:] = 1
-        sampling = self._blank_sampling()
-        values["eos"][:] = -1
-        places = [request.rank * rows + request.slot for request, _ in turns]
+        by_rank = [[request for request, _ in turns if request.rank == rank] for rank in range(self.mesh.ranks)]
+        narrow = max(map(len, by_rank)) <= self._narrow
+        rows = self._narrow if narrow else self.shape.rows
+        shape = self._decode_shape(rows, self._candidates_of([request for request, _ in turns]))
+        values, sampling = self._idle_rows(shape)
+        if narrow:
+            row_of = {request: row for own in by_rank for row, request in enumerate(own)}
+            self._move([Move(request.rank, request.slot, row) for request, row in row_of.items()], SLOTS, NARROW)
+        else:
+            row_of = {request: request.slot for request, _ in turns}
+        places = [request.rank * rows + row_of[request] for request, _ in turns]
         for place, (request, steps) in zip(places, turns, strict=True):
             values["token"][place] = request.tokens[-1]
             values["finished"][place] = values["fed"][place] = 0
@@ -109,6 +109,8 @@ class Executor:
             values["eos"][place, : len(eos)] = eos
             self._write_sampling(values, sampling, request, *divmod(place, rows))
         tokens = self._decode(shape, values, sampling)
+        if narrow:
+            self._move([Move(request.rank, row, request.slot) for request, row in row_of.items()], NARROW, SLOTS)
         return [
             _until(tokens[:steps, place].tolist(), request.parameters.eos)
             for place, (request, steps) in zip(places, turns, strict=True)
@@ -117,17 +119,18 @@ class Executor:
     def save(self, moves: Sequence[Move]) -> None:
         """Keep the recurrent states of slots in checkpoints."""
         if moves:
-            self._move(moves, "save")
+            self._move(moves, SLOTS, CHECKPOINTS)
 
     def restore(self, moves: Sequence[Move]) -> None:
         """Put checkpoints into slots."""
         if moves:
-            self._move(moves, "restore")
+            self._move(moves, CHECKPOINTS, SLOTS)
 
     @property
     def graphs(self) -> int:
         """How many `warm_up` compiles."""
-        return len(self._buckets) + 2 * len(self._candidates) + 2 * bool(self._checkpoints)
+        widths = 2 if self._narrow else 1
+        return len(self._buckets) + (1 + widths) * len(self._candidates) + 2 * len(self._stores.extra)
 
     def warm_up(self, compiled) -> None:
         """Compile everything that can be asked for by running it without any token; `compiled()` is called after each."""
@@ -141,26 +144,27 @@ class Executor:
         for candidates in self._candidates:
             self._choose(logits, [[] for _ in range(ranks)], candidates)
             compiled()
-            shape = DecodeShape(self.shape, candidates)
-            values = {name: np.zeros((ranks * rows, size // rows), np.int32) for name, size in shape.header.fields}
-            values["finished"][:] = values["fed"][:] = 1
-            self._decode(shape, values, self._blank_sampling())
-            compiled()
-        if self._checkpoints:
-            for kind in ("save", "restore"):
-                self._move([], kind)
+            for width in filter(None, (rows, self._narrow)):
+                shape = self._decode_shape(width, candidates)
+                self._decode(shape, *self._idle_rows(shape))
+                compiled()
+        for name in self._stores.extra:
+            for origin, target in ((SLOTS, name), (name, SLOTS)):
+                self._move([], origin, target)
                 compiled()
 
     def _prefill(self, shape: ExtendShape, values: dict[str, np.ndarray]) -> torch.Tensor:
         started = time.perf_counter()
-        logits = self.steps.extend(shape, self.pools, shape.header.pack(self.mesh.ranks, **values)).result
+        with self._stores.opened(SLOTS) as states:
+            logits = self.steps.extend(shape, states, shape.header.pack(self.mesh.ranks, **values)).result
         self.device_seconds += time.perf_counter() - started
         return logits
 
     def _decode(self, shape: DecodeShape, values: dict[str, np.ndarray], sampling: np.ndarray) -> np.ndarray:
         header = shape.header.pack(self.mesh.ranks, **values)
         started = time.perf_counter()
-        tokens = self.steps.decode(shape, self.pools, header, torch.from_numpy(sampling.reshape(self.mesh.ranks, -1)))
+        with self._stores.opened(SLOTS if shape.cache == self.shape else NARROW) as states:
+            tokens = self.steps.decode(shape, states, header, torch.from_numpy(sampling.reshape(self.mesh.ranks, -1)))
         self.device_seconds += time.perf_counter() - started
         return tokens
 
@@ -171,7 +175,7 @@ class Executor:
             candidates = self._candidates_of([request for own in chosen for request in own])
         layout = Header((("seed", rows), ("generated", rows), ("top_k", rows)))
         values = {name: np.zeros((ranks * rows, 1), np.int32) for name, _ in layout.fields}
-        sampling = self._blank_sampling()
+        sampling = self._blank_sampling(rows)
         for rank, own in enumerate(chosen):
             for row, request in enumerate(own):
                 self._write_sampling(values, sampling, request, rank, row)
@@ -188,44 +192,27 @@ class Executor:
         started = time.perf_counter()
         sampling = self.mesh.put(torch.from_numpy(sampling.reshape(ranks, -1)), ("tokens", None))
         inputs = [place_header(self.mesh, layout.pack(ranks, **values)), sampling, logits]
-        result = self.mesh.get(self._graph(("choose", candidates), choose, inputs)(inputs)[0]).numpy()
+        if candidates not in self._choosers:
+            self._choosers[candidates] = CompiledGraph(choose, inputs)
+        result = self.mesh.get(self._choosers[candidates](inputs)[0]).numpy()
         self.device_seconds += time.perf_counter() - started
         return result.reshape(ranks, rows)
 
-    def _move(self, moves: Sequence[Move], kind: str) -> None:
-        ranks, rows = self.mesh.ranks, self.shape.rows
-        layout = Header((("origin", rows), ("target", rows)))
-        values = {"origin": np.zeros((ranks, rows), np.int32), "target": np.full((ranks, rows), -1, np.int32)}
-        filled = [0] * ranks
-        for move in moves:
-            values["origin"][move.rank, filled[move.rank]] = move.origin
-            values["target"][move.rank, filled[move.rank]] = move.target
-            filled[move.rank] += 1
-        slots = [self.pools.states[place] for place, _ in self._recurrent]
-        targets, origins = (self._checkpoints, slots) if kind == "save" else (slots, self._checkpoints)
-        count = len(targets)
-
-        def moved(header, *states):
-            header = {name: value.reshape(-1) for name, value in layout.unpack(header).items()}
-            return [
-                self.steps.ops.copy_states(target, origin, header["target"], header["origin"], axes)
-                for target, origin, (_, axes) in zip(states[:count], states[count:], self._recurrent, strict=True)
-            ]
-
+    def _move(self, moves: Sequence[Move], origin: str, target: str) -> None:
         started = time.perf_counter()
-        inputs = [place_header(self.mesh, layout.pack(ranks, **values)), *targets, *origins]
-        results = self._graph((kind,), moved, inputs, donated=range(1, count + 1))(inputs)
+        self._stores.move(moves, origin, target)
         self.device_seconds += time.perf_counter() - started
-        if kind == "save":
-            self._checkpoints = results
-        else:
-            for (place, _), state in zip(self._recurrent, results, strict=True):
-                self.pools.states[place] = state
 
-    def _graph(self, key: tuple, function, inputs: list[torch.Tensor], donated=()) -> CompiledGraph:
-        if key not in self._graphs:
-            self._graphs[key] = CompiledGraph(function, inputs, donated)
-        return self._graphs[key]
+    def _decode_shape(self, rows: int, candidates: int) -> DecodeShape:
+        return DecodeShape(dataclasses.replace(self.shape, rows=rows), candidates)
+
+    def _idle_rows(self, shape: DecodeShape) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Values [ranks * rows, size] of a decode step in which no row does anything."""
+        rows = shape.cache.rows
+        values = {name: np.zeros((self.mesh.ranks * rows, size // rows), np.int32) for name, size in shape.header.fields}
+        values["finished"][:] = values["fed"][:] = 1
+        values["eos"][:] = -1
+        return values, self._blank_sampling(rows)
 
     def _candidates_of(self, requests: Sequence[Request]) -> int:
         """How many candidates serve all of them: none for greedy search, few where every top_k allows, or all."""
@@ -235,9 +222,9 @@ class Executor:
         few = all(0 < parameters.top_k <= SHORTLIST for parameters in sampling)
         return min(SHORTLIST, self.vocabulary) if few else self.vocabulary
 
-    def _blank_sampling(self) -> np.ndarray:
+    def _blank_sampling(self, rows: int) -> np.ndarray:
         """[ranks, 3, rows] temperature, top_p and min_p that choose the largest score."""
-        sampling = np.zeros((self.mesh.ranks, len(_SAMPLING), self.shape.rows), np.float32)
+        sampling = np.zeros((self.mesh.ranks, len(_SAMPLING), rows), np.float32)
         sampling[:, 1] = 1
         return sampling
 

@@ -12,7 +12,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_builder as xla_builder
 from torch_xla import _XLAC
-from torch_xla.core.xla_model import optimization_barrier_
+from torch_xla.core.xla_model import optimization_barrier_, wait_device_ops
 from torch_xla.debug import metrics
 from torch_xla.experimental.scan import _scan_impl_pytree  # the public scan insists on autograd formulas
 
@@ -85,6 +85,8 @@ class CompiledGraph:
             _XLAC._set_buffer_donation(inputs[position], False)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        # torch_xla refuses an input that an earlier graph has been asked for and that its thread has not launched yet.
+        wait_device_ops()
         return _XLAC._run_cached_graph(
             self._hash, [inputs[entry] if isinstance(entry, int) else entry for entry in self.arguments]
         )

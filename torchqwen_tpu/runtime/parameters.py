@@ -71,11 +71,8 @@ def resolve_parameters(
     # transformers fills what is open from the model's configuration, then from its own defaults.
     merged = {**GenerationConfig._get_default_generation_params(), **settings_of(defaults), **own}
     _refuse_unsupported(merged)
-    limit = own.get("max_new_tokens")
-    if limit is None and own.get("max_length") is not None:
-        limit = own["max_length"] - prompt_tokens
-    elif limit is None:
-        limit = getattr(defaults, "max_new_tokens", None)
+    limit = _limit(own, prompt_tokens)
+    limit = _limit(settings_of(defaults), prompt_tokens) if limit is None else limit
     if limit is not None and (not isinstance(limit, int) or limit < 1):
         raise ValueError(f"max_new_tokens must be an integer of at least 1, not {limit!r}")
     eos = merged.get("eos_token_id")
@@ -99,6 +96,13 @@ def resolve_parameters(
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not allowed(value):
             raise ValueError(f"{name}={value!r} is out of range")
     return Parameters(limit, eos=eos, stop_strings=stop, **chosen)
+
+
+def _limit(settings: dict, prompt_tokens: int) -> int | None:
+    """The most new tokens; as in transformers max_new_tokens goes before max_length."""
+    if "max_new_tokens" in settings:
+        return settings["max_new_tokens"]
+    return settings["max_length"] - prompt_tokens if "max_length" in settings else None
 
 
 def settings_of(given: GenerationConfig | Mapping | None) -> dict:
