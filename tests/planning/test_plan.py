@@ -41,8 +41,8 @@ def test_memory_agrees_with_a_hand_count(planned):
     assert memory.weights["embedding"] == memory.weights["head"] == VOCABULARY * HIDDEN * 2
     assert memory.weights["Gated DeltaNet"] == pytest.approx(3 * 118.0e6 * 2, rel=0.01)
     assert memory.weights["attention"] == pytest.approx(104.9e6 * 2, rel=0.01)
-    # Eight sequences a core, their tokens rounded up to a power of two of pages of 256.
-    assert memory.states["KV pages"] == 8 * 8 * 256 * 2 * 2 * 256 * 2
+    # Eight sequences a core, their 1,088 tokens in five pages of 256.
+    assert memory.states["KV pages"] == 8 * 5 * 256 * 2 * 2 * 256 * 2
     assert memory.states["recurrent states"] == 3 * 8 * 64 * 128 * 128 * 2
     assert memory.padding < 0.02 * memory.used
 

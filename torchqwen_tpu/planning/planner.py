@@ -93,7 +93,7 @@ def _plan_layout(request, file: Path, config, chip: Chip, mesh: DeviceMesh, prog
         try:
             compiled[name] = compile_step(file, graph)
         except DoesNotFit as error:
-            return LayoutPlan(mesh.layout, mesh.ranks, error=_first_sentence(str(error)))
+            return LayoutPlan(mesh.layout, mesh.ranks, error=_shortage(str(error)))
     text = config.get_text_config()
     memory = memory_of(list(compiled.values()), chip, mesh.ranks, request.total_len)
     parameters = count_parameters(config)
@@ -111,8 +111,10 @@ def _plan_layout(request, file: Path, config, chip: Chip, mesh: DeviceMesh, prog
     )  # fmt: skip
 
 
-def _first_sentence(text: str) -> str:
-    return " ".join(text.split())[:600]
+def _shortage(text: str) -> str:
+    """What the compiler says of memory, without its lists of allocations."""
+    found = re.search(r"Used [\d.]+\w of [\d.]+\w hbm\. Exceeded hbm capacity by [\d.]+\w", text)
+    return found[0] if found else " ".join(text.split())[:300]
 
 
 def _loads(request: PlanRequest, mesh: DeviceMesh, compiled: dict[str, CompiledStep]) -> dict[str, tuple[str, Load]]:

@@ -74,7 +74,8 @@ class Collective:
 
 @dataclass
 class Event:
-    """Something on the timeline; `lane` is core, HBM, links or SparseCore; `depth` counts the loops around it."""
+    """Something on the timeline; `lane` is core, HBM or links; `path` holds the loops around it, each with its turn. Loops of
+    an operation are one event."""
 
     lane: str
     name: str
@@ -125,7 +126,7 @@ class Player:
 
     def play(self) -> Result:
         self.result = Result()
-        self.core = 0.0
+        self.core, self._inside_operation = 0.0, 0
         self.free = {"HBM": 0.0, "links": 0.0}
         self._run(self.module.entry, 1.0, ())
         self.result.seconds = self.core
@@ -239,7 +240,7 @@ class Player:
         return cost
 
     def _record(self, lane: str, name: str, start: float, end: float, path) -> None:
-        if len(path) <= 2 and end > start:
+        if not self._inside_operation and end > start:
             self.result.events.append(Event(lane, name, start, end, path))
 
     def _loop(self, computation: Computation, loop: Instruction, weight: float, path) -> None:
@@ -252,8 +253,9 @@ class Player:
         if turns <= 0:
             return
         body = self.module.computations[loop.callee("body")]
-        first = min(turns, 1.0)
-        start = self.core
+        first, start = min(turns, 1.0), self.core
+        operation = operation_of(loop)
+        self._inside_operation += operation is not None
         self._run(body, weight * first, (*path, (loop.name, 0)))
         if turns > 1:
             before = self.core
@@ -261,8 +263,9 @@ class Player:
             more = (turns - 2) * (self.core - before)
             self.core += more
             self.free = {name: time + more for name, time in self.free.items()}
-        if len(path) == 2:
-            self._record("core", operation_of(loop) or loop.name, start, self.core, path)
+        self._inside_operation -= operation is not None
+        if operation is not None:
+            self._record("core", f"{operation}: loop", start, self.core, path)
 
     def _branch(self, instruction: Instruction, weight: float, path) -> None:
         """The branch that takes longest."""

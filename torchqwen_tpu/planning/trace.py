@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -102,6 +103,8 @@ def trace(config: PretrainedConfig, graph: Graph) -> Traced:
         steps = Steps(model.model, model.lm_head, Operations(mesh, runtime), runtime)
         layout = CacheLayout(model.config, mesh, runtime, dtype)
         cache = layout.shape(graph.sequences, graph.tokens_per_sequence)
+        # As the engine serves them: page tables of a rounded length over a pool of as many pages as the sequences fill.
+        cache = dataclasses.replace(cache, pool=cache.rows * -(-graph.tokens_per_sequence // cache.page_size))
         decode = graph.tokens is None
         size = DecodeShape(cache, candidates=graph.candidates) if decode else ExtendShape(graph.tokens, cache.rows, cache)
         tensors = [placeholders.make(HEADER, (mesh.ranks, size.header.width), torch.int32, ("tokens", None))]
