@@ -33,7 +33,7 @@ def test_many_sequences_take_turns():
     assert seen == set(range(64))
 
 
-@pytest.mark.parametrize("context", [0, 37])
+@pytest.mark.parametrize("context", [1, 37])
 def test_attention_of_one_sequence_is_exact(context):
     """Eight rows of a sequence that fits the sampled keys, rows of no sequence before and after it."""
     rng = np.random.default_rng(context)
