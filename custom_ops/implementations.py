@@ -8,11 +8,16 @@ from collections.abc import Callable, Hashable
 from custom_ops.gated_delta_net import pallas_tpu as gated_delta_net_pallas
 from custom_ops.gated_delta_net import reference as gated_delta_net_reference
 from custom_ops.gated_delta_net import xla as gated_delta_net_xla
+from custom_ops.ragged_moe import pallas_plan as ragged_moe_plan
+from custom_ops.ragged_moe import pallas_tpu as ragged_moe_pallas
 from custom_ops.ragged_moe import reference as ragged_moe_reference
 from custom_ops.ragged_moe import xla as ragged_moe_xla
 from custom_ops.ragged_moe.layer import with_experts
 from custom_ops.ragged_paged_attention import reference as attention_reference
 from custom_ops.ragged_paged_attention import xla as attention_xla
+from custom_ops.reduce_scatter import pallas_tpu as reduce_scatter_pallas
+from custom_ops.reduce_scatter import reference as reduce_scatter_reference
+from custom_ops.reduce_scatter import xla as reduce_scatter_xla
 
 IMPLEMENTATIONS: dict[str, dict[str, Callable]] = {
     "gated_delta_net": {
@@ -23,15 +28,28 @@ IMPLEMENTATIONS: dict[str, dict[str, Callable]] = {
     "ragged_moe": {
         "reference": with_experts(ragged_moe_reference.experts),
         "xla": with_experts(ragged_moe_xla.experts),
+        "pallas_tpu": with_experts(ragged_moe_pallas.experts),
     },
     "ragged_paged_attention": {
         "reference": attention_reference.ragged_paged_attention,
         "xla": attention_xla.ragged_paged_attention,
     },
+    "reduce_scatter": {
+        "reference": reduce_scatter_reference.reduce_scatter,
+        "xla": reduce_scatter_xla.reduce_scatter,
+        "pallas_tpu": reduce_scatter_pallas.reduce_scatter,
+    },
 }
 
-SUPPORTS: dict[str, dict[str, Callable[..., bool]]] = {"gated_delta_net": {"pallas_tpu": gated_delta_net_pallas.supports}}
+SUPPORTS: dict[str, dict[str, Callable[..., bool]]] = {
+    "gated_delta_net": {"pallas_tpu": gated_delta_net_pallas.supports},
+    "ragged_moe": {"pallas_tpu": ragged_moe_plan.supports},
+    "reduce_scatter": {"pallas_tpu": reduce_scatter_pallas.supports},
+}
 """By operation and implementation: whether it takes a shape, for implementations that do not take all."""
+
+SHAPES: dict[str, Callable[..., Hashable]] = {"ragged_moe": ragged_moe_plan.ExpertsShape.of_layer}
+"""By operation: the shape of the arguments that it is called with, for operations without a keyword argument `shape`."""
 
 PREFERRED = {"cpu": ("xla",), "tpu": ("pallas_tpu", "xla")}
 """Implementations by platform, the best first; the first that an operation has and that takes its shape runs."""
@@ -48,7 +66,7 @@ def implementation(op: str, platform: str, override: str | None = None) -> Calla
     """The function that computes `op` on `platform` ('cpu' or 'tpu'); `override` names one implementation for it.
 
     It chooses among the platform's implementations when it is called, by the keyword argument `shape` of operations
-    that have one. Pallas kernels for TPU run in Pallas' interpreter elsewhere.
+    that have one, or what `SHAPES` makes of the arguments. Pallas kernels for TPU run in Pallas' interpreter elsewhere.
 
     Raises:
         ValueError: no such implementation; on calling: it does not take the shape.
@@ -58,7 +76,7 @@ def implementation(op: str, platform: str, override: str | None = None) -> Calla
     names = [override] if override else [name for name in PREFERRED[platform] if name in IMPLEMENTATIONS[op]]
 
     def function(*arrays, **static):
-        shape = static.get("shape")
+        shape = SHAPES[op](*arrays, **static) if op in SHAPES else static.get("shape")
         for name in names:
             if supports(op, name, shape):
                 interpret = {"interpret": True} if name == "pallas_tpu" and platform != "tpu" else {}

@@ -33,7 +33,7 @@ def sample(logits, seed, step, temperature, top_k, top_p, min_p, *, candidates: 
     Args:
         logits: [rows, vocabulary].
         seed, step: as for `choose`.
-        temperature: [rows] float32, above 0.
+        temperature: [rows] float32; 0 takes the largest score, the first of several.
         top_k: [rows] int32, at most `candidates`; 0 for all.
         top_p: [rows] float32; 1 for all.
         min_p: [rows] float32; 0 for none.
@@ -41,7 +41,9 @@ def sample(logits, seed, step, temperature, top_k, top_p, min_p, *, candidates: 
 
     Returns: [rows] int32.
     """
-    scores = logits.astype(jnp.float32) / temperature[:, None]
+    logits = logits.astype(jnp.float32)
+    greedy = temperature == 0
+    scores = logits / jnp.where(greedy, 1, temperature)[:, None]
     ranked = lax.top_k(scores, candidates)[0]
     last = jnp.where(top_k > 0, top_k, candidates) - 1
     ranked = jnp.where(jnp.arange(candidates) <= last[:, None], ranked, -jnp.inf)
@@ -50,4 +52,5 @@ def sample(logits, seed, step, temperature, top_k, top_p, min_p, *, candidates: 
     kept = (above < top_p[:, None]) | (jnp.arange(candidates) == 0)
     floor = jnp.min(jnp.where(kept & (ranked > -jnp.inf), ranked, jnp.inf), axis=-1)
     floor = jnp.maximum(floor, ranked[:, 0] + jnp.log(min_p))
-    return choose(jnp.where(scores >= floor[:, None], scores, -jnp.inf), seed, step)
+    chosen = choose(jnp.where(scores >= floor[:, None], scores, -jnp.inf), seed, step)
+    return jnp.where(greedy, jnp.argmax(logits, axis=-1).astype(jnp.int32), chosen)

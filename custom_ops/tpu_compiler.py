@@ -22,6 +22,8 @@ from jax._src.lib.mlir import ir
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from custom_ops.tpu_options import GRAPH_OPTIONS
+
 if TYPE_CHECKING:
     import torch
 
@@ -158,6 +160,7 @@ def _partitioned(devices: int) -> xla_client.CompileOptions:
     build = options.executable_build_options
     options.num_partitions = build.num_partitions = devices
     options.num_replicas = build.num_replicas = 1
+    options.env_option_overrides = list(GRAPH_OPTIONS.items())
     build.use_spmd_partitioning, build.use_shardy_partitioner = devices > 1, False
     build.allow_spmd_sharding_propagation_to_output = [True]
     options.device_assignment = xla_client.DeviceAssignment.create(np.arange(devices).reshape(1, devices))

@@ -30,6 +30,10 @@ logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 
+def pytest_addoption(parser):
+    parser.addoption("--soak-seconds", default=120, type=float, help="how long the soak test of the engine runs")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_by_jax_is_released():
     """What a module compiled with JAX goes with it: a process may map only so many pieces of memory (65,530 by default on

@@ -14,6 +14,7 @@ import torch
 from torchqwen_tpu.benchmark import format_table
 from torchqwen_tpu.chat import ROOM, Conversation
 from torchqwen_tpu.cli import main
+from torchqwen_tpu.serving_benchmark import format_serving
 
 PROMPT = "The :mod:`json` module"
 
@@ -44,6 +45,10 @@ def test_help_names_the_commands(capsys):
         (["generate", "--model", "TINY", "--prompt", "x", "--dtype", "int4"], "--dtype: invalid choice: 'int4'"),
         (["generate", "--model", "TINY", "--prompt", "x", "--parallel", "pp"], "--parallel: invalid choice: 'pp'"),
         (["generate", "--prompt", "x"], "required: --model"),
+        (["bench"], "required: --model"),
+        (["bench", "serve"], "required: --model"),
+        (["bench", "serve", "--model", "no/such/folder"], "there is no folder no/such/folder"),
+        (["bench", "serve", "--model", "TINY", "--input-len", "0"], "--input-len: must be an integer of at least 1"),
         (["bench", "--model", "TINY", "--batch", "1,0"], "--batch: must be an integer of at least 1"),
         (["bench", "--model", "TINY", "--against", "nothing"], "--against: invalid choice"),
         (["evaluate", "--model", "no/such/folder", "--tasks", "x"], "there is no folder no/such/folder"),
@@ -175,3 +180,16 @@ def test_evaluate_prints_the_table_and_writes_the_results(tiny_folder, tmp_path,
     assert "|lines" in capsys.readouterr().out
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["results"]["lines"]["acc,none"] == 1.0 and len(results["samples"]["lines"]) == 2
+
+
+def test_bench_serve(tiny_folder, capsys):
+    sizes = ["--input-len", 20, "--output-len", 9, "--concurrency", 2, "--requests", 3, "--mixed"]
+    assert run("bench", "serve", "--model", tiny_folder, *sizes, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["requests"] == 3 and report["compilations"] == 0 and report["mixed"]
+    assert report["total_tokens_per_second"] > report["output_tokens_per_second"] > 0
+    for latency in ("time_to_first_token", "time_per_output_token"):
+        assert 0 < report[latency]["p50"] <= report[latency]["p99"]
+    assert report["step"]["device_seconds"] > 0 and 0 < report["page_use"] <= 1 and 0 < report["slot_use"] <= 1
+    lines = format_serving({**report, "ratio": 2.0, "transformers": {"output_tokens_per_second": 1.0}})
+    assert "2.0x" in lines and "p99" in lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import transformers
+from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config, Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeConfig, Qwen3_5MoeTextConfig
@@ -34,7 +35,12 @@ class AutoModelForCausalLM:
         folder = resolve_folder(pretrained_model_name_or_path, **hub)
         config = kwargs.get("config") or load_config(folder)
         check_family(config.model_type, "the configuration")
-        return _CLASSES[type(config)].from_pretrained(folder, **{**kwargs, "config": config})
+        return class_of(config).from_pretrained(folder, **{**kwargs, "config": config})
+
+
+def class_of(config: PretrainedConfig) -> type[CausalLM]:
+    """The class that a checkpoint with this configuration is loaded with."""
+    return _CLASSES[type(config)]
 
 
 def register() -> None:

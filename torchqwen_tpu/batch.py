@@ -23,7 +23,7 @@ class RaggedBatch:
         context_length: [R*S] tokens that the sequence's states and pages already hold.
         slot: [R*S] where its recurrent states live.
         page_table: [R*S, P] its KV pages.
-        decode: every sequence has at most one row, row i and slot i belonging to sequence i.
+        decode: every sequence has at most one row, row i belonging to sequence i, and the slots of a rank are a run.
         first: false for all but the first of the steps that run in one go: recorders do there what must be done in each.
     """
 

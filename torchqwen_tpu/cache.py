@@ -20,11 +20,20 @@ DEFAULT_PAGE_SIZE = {"CPU": 64, "TPU": 256}
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Sizes of a cache. `rows` sequences a rank, of `pages` KV pages each."""
+    """Sizes of a cache: `rows` sequences a rank, each with a page table of `pages` KV pages.
+
+    `pool` is the number of pages a rank that the tables name; None where every row has pages of its own.
+    """
 
     rows: int
     pages: int
     page_size: int
+    pool: int | None = None
+
+    @property
+    def pool_pages(self) -> int:
+        """KV pages a rank."""
+        return self.rows * self.pages if self.pool is None else self.pool
 
 
 class CacheLayout:
@@ -42,18 +51,22 @@ class CacheLayout:
         return CacheShape(bucket(-(-sequences // self.mesh.ranks), 2), bucket(-(-max(tokens, 1) // self.page_size)), self.page_size)
 
     def arrays(self, shape: CacheShape) -> list[tuple[tuple[int, ...], torch.dtype, Axes]]:
-        """Global shape, dtype and logical axes of each state, in the order of the layers."""
-        rows = self.mesh.ranks * shape.rows
-        gdn = gated_delta_net_shape(self.config)
-        pages = (rows * shape.pages, shape.page_size, 2 * self.config.num_key_value_heads, self.config.head_dim)
-        window = (rows, self.config.linear_conv_kernel_dim - 1, gdn.channels)
-        state = (rows, gdn.value_heads, gdn.key_dim, gdn.value_dim)
+        """Global shape, dtype and logical axes of the states: windows and recurrent states of all Gated DeltaNet layers,
+        pages of all attention layers, each [layers of the kind, ...]. A kind without layers has none."""
+        config, rows = self.config, self.mesh.ranks * shape.rows
+        gdn = gated_delta_net_shape(config)
+        linear = config.layer_types.count("linear_attention")
+        full = len(config.layer_types) - linear
         arrays = []
-        for kind in self.config.layer_types:
-            if kind == "linear_attention":
-                arrays += [(window, self.dtype, CONV_STATE), (state, self.state_dtype, RECURRENT_STATE)]
-            else:
-                arrays.append((pages, self.dtype, PAGES))
+        if linear:
+            # A TPU stores rows in groups of four: another number would have it lay the pool out in another order, and copy it.
+            window_rows = -(-(config.linear_conv_kernel_dim - 1) // 4) * 4
+            window = (linear, rows, window_rows, gdn.channels)
+            state = (linear, rows, gdn.value_heads, gdn.key_dim, gdn.value_dim)
+            arrays += [(window, self.dtype, CONV_STATE), (state, self.state_dtype, RECURRENT_STATE)]
+        if full:
+            pages = (full, self.mesh.ranks * shape.pool_pages, shape.page_size, 2 * config.num_key_value_heads, config.head_dim)
+            arrays.append((pages, self.dtype, PAGES))
         return arrays
 
     def allocate(self, shape: CacheShape) -> list[torch.Tensor]:
@@ -73,9 +86,9 @@ class CacheLayout:
             result = []
             for state, (size, _, axes) in zip(states, self.arrays(new), strict=True):
                 if axes == PAGES:
-                    state = state.view(-1, old.pages, *size[1:])
-                    more = state.new_zeros(state.shape[0], new.pages - old.pages, *size[1:])
-                    state = self.mesh.shard(torch.cat([state, more], dim=1).view(size), axes)
+                    state = state.view(size[0], -1, old.pages, *size[2:])
+                    more = state.new_zeros(*state.shape[:2], new.pages - old.pages, *size[2:])
+                    state = self.mesh.shard(torch.cat([state, more], dim=2).view(size), axes)
                 else:
                     state = state.clone()
                 result.append(state)
@@ -89,8 +102,8 @@ class CacheLayout:
         def reordered(index, *states):
             result = []
             for state, (size, _, axes) in zip(states, self.arrays(shape), strict=True):
-                by_row = state.view(len(index), -1, *size[1:])
-                result.append(self.mesh.shard(by_row.index_select(0, index).view(size), axes))
+                by_row = state.view(size[0], len(index), -1, *size[2:])
+                result.append(self.mesh.shard(by_row.index_select(1, index).view(size), axes))
             return result
 
         inputs = [torch.from_numpy(index.astype(np.int64)).to(torch_xla.device()), *states]
@@ -110,7 +123,7 @@ class HybridCache:
     Attributes:
         batch: number of sequences.
         lengths: [ranks * rows] tokens that each sequence's states hold.
-        states: of every layer, on the device; None until `reserve` makes them for the first step.
+        states: of all layers, on the device; None until `reserve` makes them for the first step.
         columns: columns of the batch that were seen, padding included: what `get_seq_length` returns.
         offsets: [3, ranks * rows] what to add to a token's index for its position on each axis.
     """

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import jax.numpy as jnp
 import torch
 
 from custom_ops import monitoring, sampling, scoring
 from custom_ops.bridge import JaxOp, current_platform
 from custom_ops.gated_delta_net import GatedDeltaNetShape
 from custom_ops.implementations import implementation
+from custom_ops.layers import of_layer
 from custom_ops.ragged_moe.routing import route
 from torchqwen_tpu.batch import RaggedBatch
 from torchqwen_tpu.config import RuntimeConfig
@@ -22,10 +24,10 @@ ROWS_DIM = ("tokens", None)
 HEADS = ("heads",)
 ROWS_HEADS = ("tokens", "heads")
 ROWS_HEADS_DIM = ("tokens", "heads", None)
-CONV_STATE = ("tokens", None, "heads")
-RECURRENT_STATE = ("tokens", "heads", None, None)
-PAGES = ("tokens", None, "heads", None)
-EXPERTS = ("experts", None, None)
+# States of all layers of a kind, layer by layer.
+CONV_STATE = (None, "tokens", None, "heads")
+RECURRENT_STATE = (None, "tokens", "heads", None, None)
+PAGES = (None, "tokens", None, "heads", None)
 
 
 def gated_delta_net_shape(config) -> GatedDeltaNetShape:
@@ -44,9 +46,10 @@ class Operations:
     def __init__(self, mesh: DeviceMesh, runtime: RuntimeConfig):
         self.mesh = mesh
         self.round_router = runtime.round_router
+        self._moe_wire, self._moe_micro_batches = runtime.moe_wire, runtime.moe_micro_batches
         self._functions: dict[str, Callable] = {
             name: implementation(name, current_platform(), runtime.implementations.get(name))
-            for name in ("gated_delta_net", "ragged_moe", "ragged_paged_attention")
+            for name in ("gated_delta_net", "ragged_moe", "ragged_paged_attention", "reduce_scatter")
         }
 
     def _op(self, name: str, function: Callable, inputs: tuple[Axes, ...], outputs: tuple[Axes, ...], **static) -> JaxOp:
@@ -55,17 +58,18 @@ class Operations:
         return JaxOp(name, function, tuple(static.items()), self.mesh.abstract, specs[0], out_specs)
 
     def gated_delta_net(
-        self, qkv, b, a, conv_weight, A_log, dt_bias, batch: RaggedBatch, conv_state, recurrent_state, *, shape
+        self, qkv, b, a, conv_weight, A_log, dt_bias, batch: RaggedBatch, conv_state, recurrent_state, layer, *, shape
     ):
-        """See `custom_ops.gated_delta_net`; `shape` has the heads of the whole layer."""
+        """See `custom_ops.gated_delta_net`; the states are those of all layers and this is number `layer`, [] int32; `shape`
+        has the heads of the whole layer."""
         shards = self.mesh.shards("heads")
         local = dataclasses.replace(shape, key_heads=shape.key_heads // shards, value_heads=shape.value_heads // shards)
         op = self._op(
             "gated_delta_net",
-            self._functions["gated_delta_net"],
+            of_layer("gated_delta_net", self._functions["gated_delta_net"]),
             (
                 ROWS_HEADS, ROWS_HEADS, ROWS_HEADS, (None, "heads"), HEADS, HEADS,
-                ROWS, ROWS, ROWS, ROWS, CONV_STATE, RECURRENT_STATE,
+                ROWS, ROWS, ROWS, ROWS, CONV_STATE, RECURRENT_STATE, (),
             ),
             (ROWS_HEADS_DIM, CONV_STATE, RECURRENT_STATE),
             shape=local,
@@ -73,36 +77,60 @@ class Operations:
         )
         return op(
             qkv, b, a, conv_weight, A_log, dt_bias,
-            batch.query_start, batch.query_length, batch.context_length, batch.slot, conv_state, recurrent_state,
+            batch.query_start, batch.query_length, batch.context_length, batch.slot, conv_state, recurrent_state, layer,
         )  # fmt: skip
 
-    def attention(self, query, key, value, pages, batch: RaggedBatch, *, scale: float):
-        """See `custom_ops.ragged_paged_attention`."""
+    def attention(self, query, key, value, pages, layer, batch: RaggedBatch, *, scale: float):
+        """See `custom_ops.ragged_paged_attention`; the pages are those of all layers and this is number `layer`, [] int32."""
         op = self._op(
             "ragged_paged_attention",
-            self._functions["ragged_paged_attention"],
-            (ROWS_HEADS_DIM, ROWS_HEADS_DIM, ROWS_HEADS_DIM, PAGES, ROWS, ROWS, ROWS, ROWS_DIM),
+            of_layer("ragged_paged_attention", self._functions["ragged_paged_attention"]),
+            (ROWS_HEADS_DIM, ROWS_HEADS_DIM, ROWS_HEADS_DIM, PAGES, ROWS, ROWS, ROWS, ROWS_DIM, ()),
             (ROWS_HEADS_DIM, PAGES),
             scale=scale,
             decode=batch.decode,
         )
         return op(
-            query, key, value, pages, batch.query_start, batch.query_length, batch.context_length, batch.page_table
-        )
+            query, key, value, pages,
+            batch.query_start, batch.query_length, batch.context_length, batch.page_table, layer,
+        )  # fmt: skip
 
-    def experts(self, hidden, router_logits, valid, gate_up, down, *, top_k: int) -> torch.Tensor:
-        """See `custom_ops.ragged_moe`."""
+    def experts(
+        self, hidden, router_logits, valid, gate_up, down, layer=None, *, top_k: int, gate_up_scale=None, down_scale=None
+    ) -> torch.Tensor:
+        """See `custom_ops.ragged_moe`; with `layer`, [] int32, weights and scales are stacks and this is its number in them."""
+        weights = (gate_up, down) if gate_up_scale is None else (gate_up, down, gate_up_scale, down_scale)
+        function, stack, stacked = self._functions["ragged_moe"], (), ()
+        if layer is not None:
+            function, stack, stacked = of_layer("ragged_moe", function), (None,), (layer,)
+        axes = ((*stack, "experts") + (None,) * (weight.dim() - len(stack) - 1) for weight in weights)
         op = self._op(
             "ragged_moe",
-            self._functions["ragged_moe"],
-            (ROWS_DIM, ROWS_DIM, ROWS, EXPERTS, EXPERTS),
+            function,
+            (ROWS_DIM, ROWS_DIM, ROWS, *axes, *(() for _ in stacked)),
             (ROWS_DIM,),
             top_k=top_k,
             token_axes=self.mesh.axes("tokens"),
             expert_axes=self.mesh.axes("experts"),
             round_weights=self.round_router,
+            **self._exchange(hidden, gate_up.dtype),
         )
-        return op(hidden, router_logits, valid, gate_up, down)[0]
+        return op(hidden, router_logits, valid, *weights, *stacked)[0]
+
+    def _exchange(self, hidden: torch.Tensor, weights: torch.dtype) -> dict:
+        """How rows go to the experts and back: on a TPU in as few bytes as the weights' precision allows, and no faster
+        than exactly elsewhere."""
+        small = current_platform() == "tpu" and hidden.dtype == torch.bfloat16
+        micro_batches = None if current_platform() == "tpu" else 1
+        if self._moe_micro_batches:
+            tokens = hidden.shape[0] // self.mesh.ranks
+            micro_batches = next(count for count in range(self._moe_micro_batches, 0, -1) if tokens % count == 0)
+        return {
+            "wire": self._moe_wire or ("float8_e4m3fn" if small and weights == torch.float8_e4m3fn else None),
+            "sum_dtype": "bfloat16" if small else "float32",
+            "micro_batches": micro_batches,
+            "reduce_scatter": self._functions["reduce_scatter"],
+        }
 
     def route(self, router_logits, valid, *, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `custom_ops.ragged_moe.routing.route`."""
@@ -112,6 +140,14 @@ class Operations:
         """rows [R*T, ...] at index [R*N], which counts within a rank → [R*N, ...]."""
         axes = ("tokens",) + (None,) * (rows.dim() - 1)
         return self._op("select_rows", _select, (axes, ROWS), (axes,))(rows, index)[0]
+
+    def copy_states(self, target: torch.Tensor, origin: torch.Tensor, to: torch.Tensor, start: torch.Tensor, axes: Axes):
+        """`target` with state to[i] of every rank replaced by state start[i] of `origin`, i of [R*N]; -1 replaces none.
+
+        axes: logical axes of both; states are numbered along "tokens".
+        """
+        op = self._op("copy_states", _copy_states, (axes, axes, ROWS, ROWS), (axes,), dimension=axes.index("tokens"))
+        return op(target, origin, to, start)[0]
 
     def sample(self, logits: torch.Tensor, seed, step, temperature, top_k, top_p, min_p, *, candidates: int) -> torch.Tensor:
         """See `custom_ops.sampling.sample`."""
@@ -136,29 +172,30 @@ class Operations:
         op = self._op("first_not_finite", monitoring.first_not_finite, ((None, "tokens"), ROWS), (ROWS_DIM,))
         return op(codes, batch.valid)[0]
 
-    def attention_statistics(self, query, key, pages, batch: RaggedBatch) -> torch.Tensor:
+    def attention_statistics(self, query, key, pages, layer, batch: RaggedBatch) -> torch.Tensor:
         """See `custom_ops.monitoring.attention_statistics`; [ranks, columns]."""
         op = self._op(
             "attention_statistics",
             monitoring.attention_statistics,
-            (ROWS_HEADS_DIM, ROWS_HEADS_DIM, PAGES, ROWS, ROWS, ROWS, ROWS, ROWS_DIM),
+            (ROWS_HEADS_DIM, ROWS_HEADS_DIM, PAGES, ROWS, ROWS, ROWS, ROWS, ROWS_DIM, ()),
             (ROWS_DIM,),
             scale=query.shape[-1] ** -0.5,
             head_axes=self.mesh.axes("heads"),
         )
         sequences = (batch.query_start, batch.query_length, batch.context_length, batch.page_table)
-        return op(query, key, pages, batch.valid, *sequences)[0]
+        return op(query, key, pages, batch.valid, *sequences, layer)[0]
 
-    def gated_delta_net_statistics(self, b, a, A_log, dt_bias, state, batch: RaggedBatch) -> torch.Tensor:
+    def gated_delta_net_statistics(self, b, a, A_log, dt_bias, state, layer, batch: RaggedBatch) -> torch.Tensor:
         """See `custom_ops.monitoring.gated_delta_net_statistics`; [ranks, columns]."""
         op = self._op(
             "gated_delta_net_statistics",
             monitoring.gated_delta_net_statistics,
-            (ROWS_HEADS, ROWS_HEADS, HEADS, HEADS, RECURRENT_STATE, ROWS, ROWS, ROWS, ROWS),
+            (ROWS_HEADS, ROWS_HEADS, HEADS, HEADS, RECURRENT_STATE, ROWS, ROWS, ROWS, ROWS, ()),
             (ROWS_DIM,),
             head_axes=self.mesh.axes("heads"),
         )
-        return op(b, a, A_log, dt_bias, state, batch.valid, batch.query_length, batch.context_length, batch.slot)[0]
+        sequences = (batch.query_length, batch.context_length, batch.slot)
+        return op(b, a, A_log, dt_bias, state, batch.valid, *sequences, layer)[0]
 
     def routing_statistics(self, rows, router_logits, batch: RaggedBatch, finiteness, *, top_k: int) -> torch.Tensor:
         """See `custom_ops.monitoring.routing_statistics`; [ranks, columns]."""
@@ -169,3 +206,8 @@ class Operations:
 
 def _select(rows, index):
     return rows[index]
+
+
+def _copy_states(target, origin, to, start, *, dimension):
+    places = (slice(None),) * dimension + (jnp.where(to < 0, target.shape[dimension], to),)
+    return target.at[places].set(jnp.take(origin, start, axis=dimension), mode="drop")

@@ -19,15 +19,17 @@ from torchqwen_tpu.ops import Operations
 Taps = dict[str, torch.Tensor]
 """Values of one call of one layer, by name. All layers have
 
+    input                  [tokens, hidden size]
+    number                 [] int32, the layer's among those of its kind, whose states it has
     mixed                  [tokens, hidden size] after attention or Gated DeltaNet, the residual added
     output                 [tokens, hidden size]
 attention layers
     attention.query, .key  [tokens, heads, head dim] rotated
-    attention.pages        as the layer leaves them
+    attention.pages        of all attention layers, as the layer leaves them
 Gated DeltaNet layers
     gated_delta_net.b, .a  [tokens, value heads], what the gates are made of
     gated_delta_net.A_log, .dt_bias   [value heads]
-    gated_delta_net.state  the recurrent states, as the layer leaves them
+    gated_delta_net.state  the recurrent states of all such layers, as the layer leaves them
 and mixtures of experts
     router.logits          [tokens, experts] float32
     experts.input          [tokens, hidden size]
@@ -63,6 +65,21 @@ class Recorder(Protocol):
         Args:
             select: takes per-token values [tokens, ...] to those of the wanted tokens, in the order of the step's logits.
         """
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """The rows of the wanted tokens that go into every layer: a step gives `inputs` [layers, selected, hidden size]."""
+
+    names = ("inputs",)
+
+    def layer(self, taps: Taps, batch: RaggedBatch, ops: Operations) -> dict[str, torch.Tensor]:
+        """[tokens, hidden size]."""
+        return {"input": taps["input"]}
+
+    def step(self, layers, batch, select, ops) -> tuple[torch.Tensor, ...]:
+        """See `Recorder`."""
+        return (torch.stack([select(layer["input"]) for layer in layers]),)
 
 
 @dataclass(frozen=True)

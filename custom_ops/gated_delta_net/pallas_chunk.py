@@ -104,7 +104,7 @@ def prefill(
     """
     tokens, value_heads = len(qkv), shape.value_heads
     count, *scalars = chunk_table(start, length, fresh, slot, tokens)
-    scratch = declare(shape, conv_weight.shape[0] - 1, conv_pool.dtype, state_pool.dtype)
+    scratch = declare(shape, conv_pool.shape[1], conv_pool.dtype, state_pool.dtype)
 
     def kernel(*refs):
         split = len(refs) - len(scratch)

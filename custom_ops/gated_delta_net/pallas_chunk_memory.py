@@ -35,7 +35,7 @@ class Operands(NamedTuple):
     a_log: Any  # [1, value heads]
     dt_bias: Any  # [1, value heads]
     out: Any  # [64, value heads * 128]
-    conv_pool: Any  # [slots, history, channels]
+    conv_pool: Any  # [slots, history or more, channels]
     state_pool: Any  # [slots, value heads, 128, 128]
 
 
@@ -72,8 +72,8 @@ class Scratch(NamedTuple):
     out_sem: Any
 
 
-def declare(shape: GatedDeltaNetShape, history: int, conv_dtype, state_dtype) -> Scratch:
-    """Memory for `Scratch`; FP32 where no type is given."""
+def declare(shape: GatedDeltaNetShape, window_rows: int, conv_dtype, state_dtype) -> Scratch:
+    """Memory for `Scratch`, for a pool of `window_rows` rows a slot; FP32 where no type is given."""
     channels, key_heads, value_heads = shape.channels, shape.key_heads, shape.value_heads
     pairs = value_heads // 2
 
@@ -85,8 +85,8 @@ def declare(shape: GatedDeltaNetShape, history: int, conv_dtype, state_dtype) ->
         state=memory(value_heads, LANES, LANES),
         s_in=memory(value_heads, LANES, LANES, dtype=state_dtype),
         s_out=memory(value_heads, LANES, LANES, dtype=state_dtype),
-        c_in=memory(2, history, channels, dtype=conv_dtype),
-        c_out=memory(history, channels, dtype=conv_dtype),
+        c_in=memory(2, window_rows, channels, dtype=conv_dtype),
+        c_out=memory(window_rows, channels, dtype=conv_dtype),
         # By 128 channels: the chunk's rows and those before; [k over q] as two BF16 parts; v.
         inputs=memory(channels // LANES, AHEAD + CHUNK, LANES),
         keys=memory(key_heads, 2, 2 * CHUNK, LANES, dtype=jnp.bfloat16),

@@ -89,7 +89,7 @@ def _convolve(chunk: Chunk, valid, c):
     history = weight.shape[0] - 1
     lanes = pl.ds(pl.multiple_of(c * LANES, LANES), LANES)
     # What comes before the sequence's first row of this block: its window, or the last rows of the block before.
-    window = scratch.c_in[chunk.index & 1, :, lanes].astype(jnp.float32)
+    window = scratch.c_in[chunk.index & 1, :history, lanes].astype(jnp.float32)
     before = jnp.where(chunk.is_first, window, inputs[c, AHEAD + CHUNK - history :])
     inputs[c, :AHEAD] = jnp.zeros((AHEAD, LANES), jnp.float32)
     inputs[c, AHEAD:] = jnp.where(valid, operands.qkv[:, lanes].astype(jnp.float32), 0)
@@ -97,6 +97,6 @@ def _convolve(chunk: Chunk, valid, c):
     y = inputs[c, AHEAD:] * weight[history : history + 1, lanes]
     for e in range(history):
         y += inputs[c, pl.ds(AHEAD - history + e, CHUNK)] * weight[e : e + 1, lanes]
-    scratch.c_out[:, lanes] = inputs[c, pl.ds(chunk.end + AHEAD - history, history)].astype(scratch.c_out.dtype)
+    scratch.c_out[:history, lanes] = inputs[c, pl.ds(chunk.end + AHEAD - history, history)].astype(scratch.c_out.dtype)
     half = y * 0.5
     return half * jnp.tanh(half) + half

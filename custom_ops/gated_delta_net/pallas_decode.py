@@ -194,7 +194,7 @@ def decode_windows(
     key_heads, value_heads = shape.key_heads, shape.value_heads
     # As many products as the matrix unit has time for beside reading the states, an even number of three in eight heads.
     by_products = 3 * key_heads // 16 * 2 if state_pool.dtype == jnp.bfloat16 else 0
-    layout = Layout(shape, tokens, conv_weight.shape[0] - 1, by_products)
+    layout = Layout(shape, tokens, conv_weight.shape[0] - 1, conv_pool.shape[1], by_products)
     scratch = declare(layout, conv_pool.dtype, state_pool.dtype)
     scalars = [slot, rows, fresh] + ([] if keep is None else [keep.reshape(-1)])
 

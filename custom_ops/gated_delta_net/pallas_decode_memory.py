@@ -32,6 +32,8 @@ class Layout:
     """Rows of a sequence."""
     history: int
     """Rows that the convolution looks back."""
+    window_rows: int
+    """Rows of a slot in the pool of windows, of which the first `history` are used."""
     by_products: int
     """Key heads, the last ones, whose states the matrix unit updates; vector arithmetic updates the others'."""
 
@@ -78,7 +80,7 @@ class Operands(NamedTuple):
     a_log: Any  # [1, value heads]
     dt_bias: Any  # [1, value heads]
     out: Any  # [tokens, TILE, value heads, 128]
-    conv_pool: Any  # [slots, history, channels]
+    conv_pool: Any  # [slots, history or more, channels]
     state_pool: Any  # [slots, value heads, 128, 128]
 
 
@@ -118,8 +120,8 @@ def declare(layout: Layout, conv_dtype, state_dtype) -> Scratch:
         # States that arrive and are read; those that leave; the same of the convolution's windows.
         s_in=memory(RING, value_heads, LANES, LANES, dtype=state_dtype),
         s_out=memory(2, value_heads, LANES, LANES, dtype=state_dtype),
-        c_in=memory(2, TILE, layout.history, channels, dtype=conv_dtype),
-        c_out=memory(2, layout.history, channels, dtype=conv_dtype),
+        c_in=memory(2, TILE, layout.window_rows, channels, dtype=conv_dtype),
+        c_out=memory(2, layout.window_rows, channels, dtype=conv_dtype),
         # By 128 channels: each sequence's window and rows, one after the other.
         window=memory(channels // LANES, TILE * layout.span, LANES),
         # By item: top half and rest of k of all key heads, then of q; v; q·k; exp(g) and beta, over all lanes.

@@ -71,7 +71,9 @@ def _convolve(tile: Tile, c, token: int):
     lanes = pl.ds(pl.multiple_of(c * LANES, LANES), LANES)
     if token == 0:
         for s in range(TILE):
-            window[c, span * s : span * s + history] = tile.scratch.c_in[tile.parity, s, :, lanes].astype(jnp.float32)
+            window[c, span * s : span * s + history] = tile.scratch.c_in[tile.parity, s, :history, lanes].astype(
+                jnp.float32
+            )
     x = tile.operands.qkv[token, :, lanes].astype(jnp.float32)
     window[c, pl.ds(history + token, TILE, stride=span)] = x
     y = x * conv_weight[history : history + 1, lanes]

@@ -110,4 +110,4 @@ def put_window(tile: Tile, sequence, token, place) -> None:
     layout, scratch = tile.layout, tile.scratch
     for c in range(layout.shape.channels // LANES):
         rows = scratch.window[c, pl.ds(sequence * layout.span + token + 1, layout.history)]
-        scratch.c_out[place, :, c * LANES : (c + 1) * LANES] = rows.astype(scratch.c_out.dtype)
+        scratch.c_out[place, : layout.history, c * LANES : (c + 1) * LANES] = rows.astype(scratch.c_out.dtype)

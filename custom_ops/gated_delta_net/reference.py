@@ -22,12 +22,13 @@ def gated_delta_net(
     beta, g = gates(b, a, A_log, dt_bias)
     if checkpoint_slot is None:
         checkpoint_slot = jnp.full((query_start.shape[0], 1), -1)
+    history = conv_weight.shape[0] - 1
     output = jnp.zeros((qkv.shape[0], shape.value_heads, shape.value_dim), jnp.float32)
 
     def sequence(index, carry):
         output, conv_state, recurrent_state = carry
         fresh = context_length[index] == 0
-        window = jnp.where(fresh, 0, conv_state[slot[index]].astype(jnp.float32))
+        window = jnp.where(fresh, 0, conv_state[slot[index], :history].astype(jnp.float32))
         state = jnp.where(fresh, 0, recurrent_state[slot[index]].astype(jnp.float32))
 
         def token(position, carry):
@@ -45,7 +46,7 @@ def gated_delta_net(
             window = inputs[1:]
             checkpoint = checkpoint_slot.at[index, position].get(mode="fill", fill_value=-1)
             checkpoint = jnp.where(checkpoint < 0, conv_state.shape[0], checkpoint)  # past the end: not stored
-            conv_state = conv_state.at[checkpoint].set(window.astype(conv_state.dtype), mode="drop")
+            conv_state = conv_state.at[checkpoint, :history].set(window.astype(conv_state.dtype), mode="drop")
             recurrent_state = recurrent_state.at[checkpoint].set(state.astype(recurrent_state.dtype), mode="drop")
             return output, window, state, conv_state, recurrent_state
 
@@ -53,9 +54,9 @@ def gated_delta_net(
             0, query_length[index], token, (output, window, state, conv_state, recurrent_state)
         )
         keep = query_length[index] == 0
-        window = jnp.where(keep, conv_state[slot[index]], window.astype(conv_state.dtype))
+        window = jnp.where(keep, conv_state[slot[index], :history], window.astype(conv_state.dtype))
         state = jnp.where(keep, recurrent_state[slot[index]], state.astype(recurrent_state.dtype))
-        return output, conv_state.at[slot[index]].set(window), recurrent_state.at[slot[index]].set(state)
+        return output, conv_state.at[slot[index], :history].set(window), recurrent_state.at[slot[index]].set(state)
 
     output, conv_state, recurrent_state = lax.fori_loop(
         0, query_start.shape[0], sequence, (output, conv_state, recurrent_state)

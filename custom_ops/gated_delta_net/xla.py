@@ -26,17 +26,21 @@ def gated_delta_net(
     conv_weight = conv_weight.astype(jnp.float32)
     beta, g = gates(b, a, A_log, dt_bias)
     if decode:
-        return _decode(qkv, beta, g, conv_weight, query_length, context_length, conv_state, recurrent_state, shape)
+        first, pools = slot[0].astype(jnp.uint32), (conv_state, recurrent_state)
+        windows, states = (lax.dynamic_slice_in_dim(pool, first, len(slot)) for pool in pools)
+        windows = windows[:, : len(conv_weight) - 1]
+        output, *own = _decode(qkv, beta, g, conv_weight, query_length, context_length, windows, states, shape)
+        return output, *(lax.dynamic_update_slice_in_dim(*pair, first, 0) for pair in zip(pools, own, strict=True))
     fresh = context_length == 0
-    window = jnp.where(fresh[:, None, None], 0, conv_state[slot]).astype(jnp.float32)
+    window = jnp.where(fresh[:, None, None], 0, conv_state[slot, : len(conv_weight) - 1]).astype(jnp.float32)
     mixed = _convolve(qkv.astype(jnp.float32), conv_weight, window, query_start, query_length)
-    conv_state = _store(conv_state, slot, query_length > 0, _last_inputs(qkv, window, query_start, query_length))
+    conv_state = _store_windows(conv_state, slot, query_length > 0, _last_inputs(qkv, window, query_start, query_length))
     if checkpoint_slot is not None:
         taken = jnp.arange(1, checkpoint_slot.shape[1] + 1)
         rows = jnp.broadcast_to(taken[:, None], (len(taken), len(slot)))
         windows = jax.vmap(_last_inputs, in_axes=(None, None, None, 0), out_axes=1)(qkv, window, query_start, rows)
         kept = (checkpoint_slot >= 0) & (taken <= query_length[:, None])
-        conv_state = _store(conv_state, checkpoint_slot, kept, windows)
+        conv_state = _store_windows(conv_state, checkpoint_slot, kept, windows)
     query, key, value = shape.split(mixed)
     query, key = normalize(query) * shape.key_dim**-0.5, normalize(key)
     # Heads first, and room after the last token, so that every chunk is a slice.
@@ -133,7 +137,7 @@ def _store_checkpoints(pool, slots, parts, written, state, group: int):
 
 
 def _decode(qkv, beta, g, conv_weight, query_length, context_length, conv_state, recurrent_state, shape):
-    """One token a sequence, token i and slot i belonging to sequence i."""
+    """One token a sequence; token i and entry i of both states belong to sequence i."""
     active = (query_length > 0)[:, None, None]
     fresh = (context_length == 0)[:, None, None]
     window = jnp.where(fresh, 0, conv_state).astype(jnp.float32)
@@ -160,6 +164,12 @@ def _decode(qkv, beta, g, conv_weight, query_length, context_length, conv_state,
 def _store(pool, slot, kept, states):
     """Write the states that are to be kept to their slots; the others' index is out of range and dropped."""
     return pool.at[jnp.where(kept, slot, pool.shape[0])].set(states.astype(pool.dtype), mode="drop")
+
+
+def _store_windows(pool, slot, kept, windows):
+    """As `_store`, into the first rows of the slots."""
+    home = jnp.where(kept, slot, pool.shape[0])
+    return pool.at[home, : windows.shape[-2]].set(windows.astype(pool.dtype), mode="drop")
 
 
 def _last_inputs(qkv, window, query_start, query_length):

@@ -21,7 +21,7 @@ FEWEST_KEYS = 16
 
 
 def attention_statistics(
-    query, key, pages, valid, query_start, query_length, context_length, page_table, *, scale: float, head_axes=()
+    query, key, pages, valid, query_start, query_length, context_length, page_table, layer, *, scale: float, head_axes=()
 ):
     """One row of `ATTENTION`.
 
@@ -31,7 +31,9 @@ def attention_statistics(
     tokens of the step.
 
     Args:
-        query, key, pages: as `custom_ops.ragged_paged_attention` has them, pages with the step's keys written.
+        query, key: as `custom_ops.ragged_paged_attention` has them.
+        pages: [layers, ...] its pages of all layers, with the step's keys written.
+        layer: [] int32, which of them.
         valid: [T] bool, which rows are tokens.
         head_axes: mesh axes that split the heads.
     """
@@ -41,7 +43,8 @@ def attention_statistics(
     place = length - 1 - length * turn // times
     position = context_length[sequence] + place
     sampled = (position + 1 >= FEWEST_KEYS) & (length > 0)
-    keys, seen = _keys(pages, page_table, sequence, position)
+    pool, table = pages.reshape(-1, *pages.shape[2:]), page_table + layer * pages.shape[1]
+    keys, seen = _keys(pool, table, sequence, position)
     heads = keys.shape[2]
     row = jnp.clip(query_start[sequence] + place, 0, query.shape[0] - 1)
     grouped = query[row].astype(jnp.float32).reshape(rows, heads, -1, query.shape[-1]) * scale

@@ -16,12 +16,15 @@ sample), and the largest Frobenius norm of a head's state."""
 SAMPLES = 4
 
 
-def gated_delta_net_statistics(b, a, A_log, dt_bias, state, valid, query_length, context_length, slot, *, head_axes=()):
+def gated_delta_net_statistics(
+    b, a, A_log, dt_bias, state, valid, query_length, context_length, slot, layer, *, head_axes=()
+):
     """One row: `GATES`, then `STATES` of up to `SAMPLES` sequences, others from step to step.
 
     Args:
         b, a, A_log, dt_bias, slot: as `custom_ops.gated_delta_net` has them.
-        state: [N, value heads, key dim, value dim] after the step.
+        state: [layers, N, value heads, key dim, value dim] of all layers, after the step.
+        layer: [] int32, which of them.
         valid: [T] bool, which rows are tokens.
         head_axes: mesh axes that split the heads.
     """
@@ -36,7 +39,7 @@ def gated_delta_net_statistics(b, a, A_log, dt_bias, state, valid, query_length,
     ranges = [jnp.min(beta_min), jnp.max(beta_max), jnp.min(jnp.exp(decay_min)), jnp.max(jnp.exp(decay_max))]
     count = min(SAMPLES, len(slot))
     sequence, turn, _ = sample_sequences(query_length, context_length, count)
-    norm = jnp.sqrt(jnp.max(jnp.sum(jnp.square(state[slot[sequence]].astype(jnp.float32)), axis=(-2, -1)), axis=-1))
+    norm = jnp.sqrt(jnp.max(jnp.sum(jnp.square(state[layer, slot[sequence]].astype(jnp.float32)), axis=(-2, -1)), axis=-1))
     position = jnp.where((turn == 0) & (query_length[sequence] > 0), (context_length + query_length)[sequence], 0)
     samples = jnp.stack([sequence.astype(jnp.float32), position.astype(jnp.float32), norm], axis=1)
     samples = jnp.pad(samples, ((0, SAMPLES - count), (0, 0)))

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import lax
 
+from custom_ops.ragged_moe.wire import Tokens, pack, unpack
+from custom_ops.reduce_scatter import ReduceScatterShape
 
-def dispatch(arrays, token_axes: tuple[str, ...]):
-    """Rows of all devices, in the order of the devices. Without token axes the rows are already whole."""
+
+def dispatch(tokens: Tokens, token_axes: tuple[str, ...]) -> Tokens:
+    """Tokens of all devices, in the order of the devices, by one all-gather. Without token axes they are already whole."""
     if not token_axes:
-        return arrays
-    return tuple(lax.all_gather(array, token_axes, axis=0, tiled=True) for array in arrays)
+        return tokens
+    gathered = lax.all_gather(pack(tokens), token_axes, axis=0, tiled=True)
+    return unpack(gathered, hidden=tokens.rows.shape[1], top_k=tokens.expert.shape[1])
 
 
-def combine(partial, token_axes: tuple[str, ...], expert_axes: tuple[str, ...]):
-    """Sum of every device's `partial` results [all tokens, hidden size], each device keeping its own rows."""
-    only_experts = tuple(axis for axis in expert_axes if axis not in token_axes)
-    if only_experts:
-        partial = lax.psum(partial, only_experts)
-    if token_axes:
-        partial = lax.psum_scatter(partial, token_axes, scatter_dimension=0, tiled=True)
-    return partial
+def combine(partial, token_axes: tuple[str, ...], expert_axes: tuple[str, ...], reduce_scatter: Callable):
+    """Sum of every device's `partial` results [all tokens, hidden size], each device keeping its own rows.
+
+    reduce_scatter: see `custom_ops.reduce_scatter`; it sums over all devices that share the experts. Where several of them
+        own the same tokens, each gets a part of the rows and they then gather them from each other.
+    """
+    if not expert_axes:
+        return partial
+    if not token_axes:
+        return lax.psum(partial, expert_axes)
+    sharing = tuple(axis for axis in expert_axes if axis not in token_axes)
+    if partial.shape[0] % lax.axis_size(expert_axes):  # fewer rows than devices
+        return lax.psum_scatter(lax.psum(partial, sharing), token_axes, scatter_dimension=0, tiled=True)
+    summed = reduce_scatter(partial, shape=ReduceScatterShape.of(partial, expert_axes), axes=expert_axes)
+    return lax.all_gather(summed, sharing, axis=0, tiled=True) if sharing else summed
 
 
 def first_local_expert(local_experts: int, expert_axes: tuple[str, ...]):

@@ -6,9 +6,13 @@ import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
+from jax import lax
 
+from custom_ops.ragged_moe import cost
 from custom_ops.ragged_moe.exchange import combine, dispatch, first_local_expert
 from custom_ops.ragged_moe.routing import route
+from custom_ops.ragged_moe.wire import Tokens, check_experts, to_wire
+from custom_ops.reduce_scatter import xla as reduce_scatter_xla
 
 
 def with_experts(experts: Callable) -> Callable:
@@ -17,13 +21,66 @@ def with_experts(experts: Callable) -> Callable:
 
 
 def _ragged_moe(
-    experts, hidden, router_logits, valid, gate_up, down, *, top_k, token_axes=(), expert_axes=(), round_weights=False
-):
+    experts, hidden, router_logits, valid, gate_up, down, gate_up_scale=None, down_scale=None, *,
+    top_k, token_axes=(), expert_axes=(), round_weights=False, wire=None, sum_dtype="float32", micro_batches=1,
+    reduce_scatter=reduce_scatter_xla.reduce_scatter, layer=None, **options,
+):  # fmt: skip
+    wire = jnp.dtype(wire or hidden.dtype)
+    if micro_batches is None:
+        micro_batches = _micro_batches(hidden, router_logits, gate_up, top_k, token_axes, expert_axes, wire)
+    _check(hidden, router_logits, gate_up, top_k, expert_axes, micro_batches)
+    if gate_up_scale is not None:
+        options |= {"gate_up_scale": gate_up_scale, "down_scale": down_scale}
+    if layer is not None:
+        options["layer"] = layer
+    local_experts = gate_up.shape[-3]
     expert, weight = route(router_logits, valid, top_k=top_k)
     if round_weights:
         weight = weight.astype(hidden.dtype).astype(jnp.float32)
-    rows, expert, weight = dispatch((hidden, expert, weight), token_axes)
-    local = expert - first_local_expert(gate_up.shape[0], expert_axes)
-    local = jnp.where((local >= 0) & (local < gate_up.shape[0]), local, gate_up.shape[0])
-    partial = experts(rows, local, weight, gate_up, down, num_experts=router_logits.shape[-1])
-    return combine(partial, token_axes, expert_axes).astype(hidden.dtype)
+    tokens = Tokens(*to_wire(hidden, wire), expert, weight)
+
+    def one_batch(number: int):
+        rows, row_scale, expert, weight = dispatch(_part(tokens, number, micro_batches), token_axes)
+        if row_scale is None:
+            rows = rows.astype(hidden.dtype)
+        local = expert - first_local_expert(local_experts, expert_axes)
+        local = jnp.where((local >= 0) & (local < local_experts), local, local_experts)
+        scaled = {} if row_scale is None else {"row_scale": row_scale}
+        partial = experts(rows, local, weight, gate_up, down, num_experts=router_logits.shape[-1], **scaled, **options)
+        return combine(partial.astype(sum_dtype), token_axes, expert_axes, reduce_scatter)
+
+    results = [one_batch(number) for number in range(micro_batches)]
+    return (results[0] if micro_batches == 1 else jnp.concatenate(results)).astype(hidden.dtype)
+
+
+def _part(tokens: Tokens, number: int, parts: int) -> Tokens:
+    """One of `parts` runs of equally many rows."""
+    size = tokens.rows.shape[0] // parts
+    return Tokens(*(None if array is None else array[number * size : (number + 1) * size] for array in tokens))
+
+
+def _micro_batches(hidden, router_logits, gate_up, top_k: int, token_axes, expert_axes, wire) -> int:
+    if not token_axes or len(expert_axes) != 2:
+        return 1
+    chips, cores = (lax.axis_size(axis) for axis in expert_axes)
+    tokens, width = hidden.shape[0] * lax.axis_size(token_axes), gate_up.shape[-2] // 2
+    if tokens % (chips * cores):
+        return 1
+    return cost.micro_batches(
+        cost.MoeShape(
+            chips, cores, tokens, hidden.shape[1], router_logits.shape[1], top_k, width, wire.name, gate_up.dtype.name
+        )
+    )
+
+
+def _check(hidden, router_logits, gate_up, top_k: int, expert_axes: tuple[str, ...], micro_batches: int) -> None:
+    num_experts, devices = router_logits.shape[-1], lax.axis_size(expert_axes) if expert_axes else 1
+    check_experts(num_experts)
+    if gate_up.shape[-3] * devices != num_experts:
+        raise ValueError(
+            f"the router chooses among {num_experts} experts, but there are {gate_up.shape[-3]} on each of {devices} devices"
+        )
+    if not 0 < top_k <= num_experts:
+        raise ValueError(f"top_k is {top_k}; it has to lie between 1 and the number of experts, {num_experts}")
+    if micro_batches < 1 or hidden.shape[0] % micro_batches:
+        raise ValueError(f"{hidden.shape[0]} tokens a device do not divide into {micro_batches} micro-batches")

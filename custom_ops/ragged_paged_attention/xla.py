@@ -10,14 +10,15 @@ import functools
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from custom_ops.ragged import take_at, tile_sequences
 from custom_ops.ragged_paged_attention.pages import write
 
 QUERY_TILE = 128
-"""Rows of one sequence that are handled together in prefill."""
+"""Most rows of one sequence that are handled together in prefill; fewer where a batch has few rows a sequence."""
 BLOCK = 256
-"""Positions that one step of the inner loop reads in prefill, rounded up to whole pages."""
+"""Positions that one step of the inner loop reads in prefill beside a whole tile, rounded up to whole pages."""
 MASKED = -1e30
 """Score of an unseen position: finite, so that a block without any seen position leaves no NaN."""
 
@@ -29,8 +30,9 @@ def ragged_paged_attention(
     pages = write(pages, key, value, query_start, query_length, context_length, page_table)
     rows, query_heads, dim = query.shape
     heads, group, page_size = key.shape[1], query_heads // key.shape[1], pages.shape[1]
-    tile = 1 if decode else QUERY_TILE
-    step = 1 if decode else min(max(BLOCK // page_size, 1), page_table.shape[1])  # pages a step
+    tile = 1 if decode else tile_rows(rows, query_start.shape[0])
+    positions = BLOCK if tile == QUERY_TILE else BLOCK // 2
+    step = 1 if decode else min(max(positions // page_size, 1), page_table.shape[1])  # pages a step
     tiles = tile_sequences(query_start, query_length, tokens=rows, tile=tile)
     padded = -(-page_table.shape[1] // step) * step - page_table.shape[1]
     page_table = jnp.pad(page_table, ((0, 0), (0, padded)))  # unread: positions there are never seen
@@ -57,7 +59,7 @@ def ragged_paged_attention(
                 history = lax.dynamic_slice_in_dim(pages, table[0], 1)
             else:
                 history = pages.at[table].get(mode="promise_in_bounds")
-            history = jnp.transpose(history.reshape(size, heads, 2, dim), (1, 2, 0, 3))
+            history = jnp.transpose(_as_it_lies(history).reshape(size, heads, 2, dim), (1, 2, 0, 3))
             keys, values = history[:, 0], history[:, 1]
             scores = jnp.einsum("hld,hdq->hlq", keys, queries, preferred_element_type=jnp.float32)
             if masked:
@@ -87,3 +89,19 @@ def ragged_paged_attention(
     output = lax.fori_loop(jnp.uint32(0), tiles.count.astype(jnp.uint32), one_tile, jnp.zeros_like(columns))
     output = jnp.transpose(output.reshape(-1, heads, dim, group, tile), (0, 4, 1, 3, 2))
     return tiles.scatter(output.reshape(-1, tile, query_heads, dim)), pages
+
+
+def _as_it_lies(pages):
+    """Keeps a TPU from turning all pages, in a copy, where the few that were read are to be turned."""
+
+    def fixed(pages):
+        return lax.optimization_barrier(with_layout_constraint(pages, Layout(tuple(range(pages.ndim)))))
+
+    return lax.platform_dependent(pages, tpu=fixed, default=lambda pages: pages)
+
+
+def tile_rows(tokens: int, sequences: int) -> int:
+    """Rows a tile for a batch with room for `tokens` rows of `sequences` sequences: about their mean number, as a tile is
+    computed whole however few of its rows are tokens; within 16 and `QUERY_TILE`."""
+    mean = max(tokens // sequences, 1)
+    return min(max(1 << mean.bit_length() - 1, 16), QUERY_TILE)

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from custom_ops.cost_model import HOP, START, TPU7X
 from custom_ops.reduce_scatter.layout import LANES, crossed_dimension, step_slabs, streams
 from custom_ops.reduce_scatter.shapes import ReduceScatterShape
 
-ICI = 90e9
+ICI = TPU7X.ici_link
 """Bytes a second over one ICI link, one way; the two cores of a chip share it."""
-DIE_TO_DIE = 6 * ICI
+DIE_TO_DIE = TPU7X.die_to_die
 """Bytes a second between the two cores of a chip, one way."""
-HBM = 3.69e12
-HOP = 1e-6
-"""Seconds from the start of a remote write, or of the barrier's signal, to its first byte's being seen. Assumed: nothing is
-published."""
-START = 0.25e-6
-"""Seconds that a wire loses for each remote write. Assumed; it keeps micro-batches from becoming tiny."""
+HBM = TPU7X.hbm_bandwidth
 SUMS = 1.3e12
 """Elements added a second: 1.7 bundles for 1,024 FP32 sums in the compiler's schedule, at 2.2 GHz (inferred)."""
 

@@ -86,7 +86,7 @@ class Loop:
 Trips = Callable[[Loop], int | None]
 
 
-def read_schedule(text: str, utilization: str = "", trips: Trips = lambda loop: None) -> Loop:
+def read_schedule(text: str, utilization: str = "", trips: Trips = lambda loop: None, *, counted: bool = True) -> Loop:
     """The loops of a kernel.
 
     Args:
@@ -94,6 +94,7 @@ def read_schedule(text: str, utilization: str = "", trips: Trips = lambda loop: 
         utilization: its `final_hlo-static-per-bundle-utilization.txt`, for spills and the busiest unit.
         trips: how often a loop runs each time that it is entered, 0 for one that is not entered; None leaves what the loop
             has in `steps`, the constant of its exit test (None where it is not a constant).
+        counted: whether every loop must have a count; without, `steps` of the others stays None.
 
     Raises:
         ScheduleError: a loop without a count, or a text that is no schedule.
@@ -117,7 +118,7 @@ def read_schedule(text: str, utilization: str = "", trips: Trips = lambda loop: 
     units, rows = _utilization(utilization, len(bundles))
     for loop in program.walk():
         _describe(loop, bundles, skips, units, rows)
-    _count_trips(program, bundles, trips)
+    _count_trips(program, bundles, trips, counted)
     return program
 
 
@@ -198,13 +199,13 @@ def _utilization(text: str, count: int) -> tuple[dict[str, int], list[list[int]]
     return units, [list(map(int, row.split())) for row in rows]
 
 
-def _count_trips(program: Loop, bundles: list[str], trips: Trips) -> None:
+def _count_trips(program: Loop, bundles: list[str], trips: Trips, counted: bool) -> None:
     loops = list(program.walk())[1:]
     for loop in loops:
         loop.steps = _constant_bound(loop, bundles)
         if (declared := trips(loop)) is not None:
             loop.steps = declared
-    if any(loop.steps is None for loop in loops):
+    if counted and any(loop.steps is None for loop in loops):
         listed = ", ".join(f"{loop.own} bundles at {loop.first:#x} ({_times(loop)})" for loop in loops)
         raise ScheduleError(f"loops whose bound is no constant need a trip count: {listed}")
 

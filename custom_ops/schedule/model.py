@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from custom_ops.cost_model import TPU7X
 from custom_ops.schedule.bundles import Loop
 from custom_ops.schedule.cases import Case
 from custom_ops.schedule.measure import Measurement
 
-CLOCK = 2.2e9
-"""Bundles a second. Not published: inferred from 1,155 BF16 TFLOP/s and 4 x 256 x 256 multiplications a bundle."""
-HBM_BYTES_PER_SECOND = 3.69e12
-MATRIX_FLOPS_PER_SECOND = 1.155e15
+CLOCK = TPU7X.clock
+HBM_BYTES_PER_SECOND = TPU7X.hbm_bandwidth
+MATRIX_FLOPS_PER_SECOND = TPU7X.matrix["bfloat16"]
 """BF16. A product of FP32 arrays takes several passes, which this bound does not count."""
 
 STATEMENT = (

@@ -84,6 +84,7 @@ def random_checkpoint(config: Qwen3_5MoeConfig, seed: int = 0) -> Checkpoint:
     hidden = config.get_text_config().hidden_size
     state["mtp.fc.weight"] = torch.empty(hidden, 2 * hidden)
     state["mtp.layers.0.mlp.experts.gate_up_proj"] = torch.empty(8, 32, hidden)
+    state["mtp.layers.0.mlp.experts.down_proj"] = torch.empty(8, hidden, 16)
     state["mtp.norm.weight"] = torch.empty(hidden)
     tensors = {}
     for name, tensor in state.items():
@@ -125,3 +126,75 @@ def unfuse(tensors: dict, layers=range(2), prefix: str = WHOLE) -> None:
             gate, up = gate_up[expert].chunk(2)
             for part, tensor in (("gate", gate), ("up", up), ("down", down[expert])):
                 tensors[f"{stem}{expert}.{part}_proj.weight"] = tensor.clone()
+
+
+def wide_config(**text) -> Qwen3_5MoeConfig:
+    """Sizes at which weights have several blocks, whole ones and partial ones, and experts keep theirs."""
+    sizes = {"hidden_size": 160, "linear_key_head_dim": 32, "linear_value_head_dim": 48, "moe_intermediate_size": 128}
+    return whole_config(**{**sizes, "shared_expert_intermediate_size": 136, **text})
+
+
+QUANTIZED = (
+    "in_proj_qkv.weight", "in_proj_z.weight", "out_proj.weight", "q_proj.weight", "k_proj.weight", "v_proj.weight",
+    "o_proj.weight", "gate_proj.weight", "up_proj.weight", "down_proj.weight", "experts.gate_up_proj", "experts.down_proj",
+)  # fmt: skip
+"""Ends of the names of the weights that published FP8 checkpoints quantise."""
+QUANTIZATION = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head", "model.visual"],
+}
+
+
+def blocks_of(weight: torch.Tensor):
+    """Index of each block of a matrix, with its place in the matrix of scales."""
+    for row in range(0, weight.shape[0], 128):
+        for column in range(0, weight.shape[1], 128):
+            yield (row // 128, column // 128), (slice(row, row + 128), slice(column, column + 128))
+
+
+def quantize(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix (or several) in FP8 with its scales in `dtype`, block by block."""
+    if weight.dim() == 3:
+        return tuple(torch.stack(tensors) for tensors in zip(*(quantize(expert, dtype) for expert in weight), strict=True))
+    quantized = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    scale = torch.empty(-(-weight.shape[0] // 128), -(-weight.shape[1] // 128), dtype=dtype)
+    for place, block in blocks_of(weight):
+        scale[place] = weight[block].float().abs().max() / 448
+        quantized[block] = (weight[block].float() / scale[place].float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return quantized, scale
+
+
+def dequantize(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    if weight.dim() == 3:
+        return torch.stack([dequantize(*expert) for expert in zip(weight, scale, strict=True)])
+    result = weight.float()
+    for place, block in blocks_of(weight):
+        result[block] *= scale[place].float()
+    return result
+
+
+def quantized(checkpoint: Checkpoint, scales: torch.dtype = torch.bfloat16, fused: bool = False) -> Checkpoint:
+    """The checkpoint in FP8; its multi-token-prediction head too. Experts are one tensor each unless `fused`."""
+    tensors = dict(checkpoint.tensors)
+    if not fused:
+        unfuse(tensors)
+        unfuse(tensors, [0], "mtp.")
+    for name in list(tensors):
+        if name.endswith(QUANTIZED) and "visual" not in name:
+            tensors[name], tensors[name + "_scale_inv"] = quantize(tensors[name], scales)
+    config = type(checkpoint.config).from_dict({**checkpoint.config.to_dict(), "quantization_config": QUANTIZATION})
+    return Checkpoint(config, tensors)
+
+
+def dequantized(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> Checkpoint:
+    """What an FP8 checkpoint stands for, in `dtype`; FP32 stays FP32."""
+    tensors = {}
+    for name, tensor in checkpoint.tensors.items():
+        if tensor.dtype == torch.float8_e4m3fn:
+            tensors[name] = dequantize(tensor, checkpoint.tensors[name + "_scale_inv"]).to(dtype)
+        elif not name.endswith("_scale_inv"):
+            tensors[name] = tensor if tensor.dtype == torch.float32 else tensor.to(dtype)
+    return Checkpoint(checkpoint.config, tensors)

@@ -189,6 +189,88 @@ def test_truncated_file(checkpoint, tmp_path, refused, shards, keep):
     refused(folder, file.name)
 
 
+@pytest.mark.parametrize("shards", [1, SHARDS])
+def test_truncated_at_ten_places(checkpoint, tmp_path, refused, shards):
+    """Wherever the data end, the error names a tensor that is not whole."""
+    folder = checkpoint.write(tmp_path, shards)
+    file = folder / ("model.safetensors" if shards == 1 else shard_name(1, shards))
+    data = file.read_bytes()
+    start = 8 + struct.unpack("<Q", data[:8])[0]
+    places = json.loads(data[8:start])
+    for tenth in range(10):
+        length = start + (len(data) - start) * tenth // 10
+        file.write_bytes(data[:length])
+        cut = min((entry["data_offsets"], name) for name, entry in places.items() if start + entry["data_offsets"][1] > length)
+        refused(folder, file.name, cut[1])
+
+
+def rewrite_header(file, change) -> None:
+    """`change` edits the header, which is parsed; the data stay."""
+    data = file.read_bytes()
+    start = 8 + struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8:start])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data[start:])
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"data_offsets": [0, 4]},
+        {"data_offsets": [2, 258]},
+        {"data_offsets": [1 << 40, (1 << 40) + 256]},
+        {"data_offsets": [256, 0]},
+        {"data_offsets": [-256, 0]},
+        {"data_offsets": [0.0, 256.0]},
+        {"data_offsets": [0]},
+        {"data_offsets": None},
+        {"shape": [-4, -64]},
+        {"shape": [1 << 62, 4]},
+        {"shape": "64"},
+        {"dtype": "F4"},
+        {"dtype": 16},
+        {"dtype": "F64"},
+    ],
+    ids=str,
+)
+def test_header_that_says_what_cannot_be(checkpoint, tmp_path, refused, entry):
+    folder = checkpoint.write(tmp_path, SHARDS)
+    file = next(file for file in folder.glob("*.safetensors") if QUERY.encode() in file.read_bytes())
+    rewrite_header(file, lambda header: header[QUERY].update(entry))
+    refused(folder, file.name, QUERY)
+
+
+@pytest.mark.parametrize("how", ["overlap", "gap", "bytes after the last"])
+def test_data_that_do_not_fill_the_file(checkpoint, tmp_path, refused, how):
+    folder = checkpoint.write(tmp_path, SHARDS)
+    file = folder / shard_name(0, SHARDS)
+    if how == "bytes after the last":
+        file.write_bytes(file.read_bytes() + b"x")
+        refused(folder, file.name)
+        return
+
+    def change(header):
+        by_place = sorted(header, key=lambda name: header[name]["data_offsets"])
+        for name in by_place[1:]:
+            offsets = header[name]["data_offsets"]
+            header[name]["data_offsets"] = [offset + (2 if how == "gap" else -2) for offset in offsets]
+
+    rewrite_header(file, change)
+    refused(folder, file.name, WHOLE)
+
+
+def test_tensor_twice_in_one_header(checkpoint, tmp_path, refused):
+    folder = checkpoint.write(tmp_path)
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    start = 8 + struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8:start])
+    text = data[8:start].rstrip()[:-1] + f', "{A_LOG}": {json.dumps(header[A_LOG])}}}'.encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data[start:])
+    refused(folder, file.name, A_LOG)
+
+
 @pytest.mark.parametrize("damage", ["length", "json", "offsets", "a page of the web"])
 def test_corrupt_header(checkpoint, tmp_path, refused, damage):
     folder = checkpoint.write(tmp_path, SHARDS)

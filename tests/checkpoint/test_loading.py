@@ -96,12 +96,20 @@ def test_argument_that_would_be_ignored(checkpoint_folder, argument, reads):
     assert not reads
 
 
-def test_quantized_checkpoint(checkpoint, tmp_path, reads):
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "fp8", "weight_block_size": [64, 64]},
+        {"quant_method": "fp8", "weight_block_size": None},
+    ],
+    ids=["another method", "other blocks", "a scale a tensor"],
+)
+def test_quantized_in_another_way(checkpoint, tmp_path, reads, quantization):
     folder = checkpoint.write(tmp_path)
     file = folder / "config.json"
-    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": quantization}))
-    with pytest.raises(ValueError, match="quantized"):
+    with pytest.raises(ValueError, match=f"quantized.*{quantization['quant_method']}"):
         load(folder)
     assert not reads
 

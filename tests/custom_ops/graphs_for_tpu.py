@@ -1,15 +1,18 @@
-"""Run by test_tpu_compiler.py in a process of its own: torch_xla graphs on placeholder tensors, compiled for eight cores.
+"""torch_xla graphs on placeholder tensors, compiled for eight cores by `compiled_graph`, in a process of their own.
 
-Argument: which graph. Prints JSON: names of the kernels in the compiled HLO and of the operations in its metadata, aliased
-bytes, what the states take, and how often each is copied.
+The process: argument, which graph. Prints JSON: names of the kernels in the compiled HLO and of the operations in its metadata,
+aliased bytes, what the states take, how often each is copied, and what is gathered from all devices.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import torch
@@ -22,10 +25,24 @@ from custom_ops.bridge import JaxOp, lowering_for
 from custom_ops.gated_delta_net import GatedDeltaNetShape
 from custom_ops.tpu_compiler import compile_graph
 
+ROOT = Path(__file__).parents[2]
 MESH = AbstractMesh((4, 2), ("chip", "core"))
 SPLIT, WHOLE = PartitionSpec(("chip", "core")), PartitionSpec()
 SHAPE = GatedDeltaNetShape(16, 64, 128, 128)
 HLO_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+
+def compiled_graph(name: str) -> dict:
+    """What the process prints of a graph."""
+    settings = {
+        "PJRT_DEVICE": "CPU",
+        "CPU_NUM_DEVICES": "8",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, __file__, name]
+    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def state_update(rows, state):
@@ -75,9 +92,28 @@ def gated_delta_net(tokens: int, sequences: int, decode: bool):
     return op(*inputs), inputs, specs, {10: 1, 11: 2}
 
 
+def experts():
+    """397B's experts for 64 tokens, every core with its own, as the model calls them."""
+    from torchqwen_tpu import RuntimeConfig
+    from torchqwen_tpu.ops import Operations
+    from torchqwen_tpu.parallel.mesh import DeviceMesh
+
+    xla_builder._PT_XLA_TYPE_MAP.setdefault(torch.float8_e4m3fn, "f8e4m3fn")  # torch_xla 2.9 forgot it
+    count, hidden, width, tokens, fp8 = 512, 4096, 1024, 64, torch.float8_e4m3fn
+    inputs = [
+        placeholder(tokens, hidden, dtype=torch.bfloat16), placeholder(tokens, count), placeholder(tokens, dtype=torch.bool),
+        placeholder(count, 2 * width, hidden, dtype=fp8), placeholder(count, hidden, width, dtype=fp8),
+        placeholder(count, 2 * width), placeholder(count, hidden),
+    ]  # fmt: skip
+    operations = Operations(DeviceMesh(4, 2, "dp"), RuntimeConfig())
+    output = operations.experts(*inputs[:5], top_k=10, gate_up_scale=inputs[5], down_scale=inputs[6])
+    return [output], inputs, [SPLIT] * 7, {}
+
+
 GRAPHS = {
     "toy": toy,
     "decode": lambda: gated_delta_net(8, 8, True),
+    "experts": experts,
     "prefill": lambda: gated_delta_net(1024, 8, False),
 }
 
@@ -102,6 +138,7 @@ def main(graph: str) -> None:
         "aliased bytes": memory.alias_size_in_bytes,
         "state bytes": state_bytes,
         "copies": copies,
+        "gathered": re.findall(r" = (\S+?)\{\S* all-gather\(", hlo),
     }
     print(json.dumps(answer))
 

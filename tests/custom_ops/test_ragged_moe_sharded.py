@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def errors():
-    """By 'implementation layout case': the largest relative error, and whether a row of no token got something."""
+def answers():
+    """What `sharded_moe.py` prints."""
     settings = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
@@ -30,6 +30,12 @@ def errors():
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.fixture
+def errors(answers):
+    """By 'implementation layout case': the largest relative error, and whether a row of no token got something."""
+    return answers["errors"]
+
+
 @pytest.mark.parametrize("case", ["uniform", "skewed", "empty ranks", "one expert"])
 @pytest.mark.parametrize("layout", ["dp", "dp_tp", "tp"])
 def test_eight_devices_equal_one(implementation, errors, layout, case):
@@ -40,3 +46,22 @@ def test_eight_devices_equal_one(implementation, errors, layout, case):
 @pytest.mark.parametrize("layout", ["dp", "dp_tp", "tp"])
 def test_reference_is_sharded_the_same_way(errors, layout):
     assert max(error for name, (error, _) in errors.items() if name.startswith(f"reference {layout} ")) <= 1e-5
+
+
+@pytest.mark.parametrize("layout", ["dp", "dp_tp", "tp"])
+@pytest.mark.parametrize("wire, bound", [("bfloat16", 4e-3), ("float8_e4m3fn", 4e-2), ("float8_e4m3fn in blocks", 4e-2)])
+def test_wires(answers, wire, bound, layout):
+    """Whatever the routing, against rows of float32 and the same weights."""
+    errors = answers["wires"][f"{wire} {layout}"]
+    assert len(errors) == 4 and all(0 < error <= bound for error in errors.values())
+
+
+@pytest.mark.parametrize("layout", ["dp", "dp_tp", "tp"])
+def test_micro_batches_give_the_same(answers, layout):
+    assert answers["micro-batches"][layout] <= 1e-5
+
+
+@pytest.mark.parametrize("layout", ["dp", "dp_tp", "tp"])
+def test_what_is_not_finite_stays_so_and_with_its_token(answers, layout):
+    poisoned, others_untouched = answers["not finite"][layout]
+    assert poisoned and others_untouched

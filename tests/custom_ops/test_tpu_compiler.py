@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from graphs_for_tpu import compiled_graph
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from custom_ops import tpu_compiler
 from custom_ops.tpu_compiler import TpuCompilerMissing, compile_graph, compile_jax, device_mesh, environment_with, topology
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_a_machine_of_ironwood_has_eight_cores():
@@ -98,19 +93,6 @@ def test_a_graph_that_reads_more_than_its_inputs():
     inputs = [left, unread, right]
     executable = compile_graph([left * right * 3], inputs, [PartitionSpec()] * 3, mesh, donated={2: 0})
     assert executable.get_compiled_memory_stats().alias_size_in_bytes == 8 * 128 * 4
-
-
-def compiled_graph(name: str) -> dict:
-    settings = {
-        "PJRT_DEVICE": "CPU",
-        "CPU_NUM_DEVICES": "8",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    script = Path(__file__).with_name("graphs_for_tpu.py")
-    command = [sys.executable, str(script), name]
-    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.spmd

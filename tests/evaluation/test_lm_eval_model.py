@@ -51,6 +51,27 @@ def test_generate_until_is_generate(ours, theirs):
     )
 
 
+def test_stop_strings_across_tokens_and_new_tokens_are_counted(ours, theirs):
+    """A stop string that begins within one token and ends within another; as many tokens as asked for, and none of them
+    after a stop."""
+    whole = ours.generate_until(instances("generate_until", [(TEXTS[0], {"until": [], "max_gen_toks": 16})]))[0]
+    ids = ours.tok_encode(TEXTS[0] + whole)[len(ours.tok_encode(TEXTS[0])) :]
+    first, second = ours.tokenizer.decode(ids[4:5]), ours.tokenizer.decode(ids[5:6])
+    across = first[-1] + second[0]
+    for until, new_tokens in (([across], 16), ([across, whole[3:6]], 16), ([], 5), (["never to be seen"], 3)):
+        requests = instances("generate_until", [(TEXTS[0], {"until": until, "max_gen_toks": new_tokens})])
+        (answer,) = ours.generate_until(requests)
+        assert [answer] == theirs.generate_until(requests)
+        assert whole.startswith(answer) and not any(end in answer for end in until)
+
+
+def test_generate_until_is_the_models_generate(ours, tiny, tokenizer):
+    prompt = tokenizer(TEXTS[1], return_tensors="pt")
+    expected = tiny.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt.input_ids.shape[1] :]
+    requests = instances("generate_until", [(TEXTS[1], {"until": [], "max_gen_toks": 8, "do_sample": False})])
+    assert ours.generate_until(requests) == [tokenizer.decode(expected, skip_special_tokens=True)]
+
+
 def test_long_contexts_lose_tokens_on_the_left_and_say_so(ours, theirs, caplog):
     requests = [("".join(TEXTS) * 3, "import sys\n")]
     ((value, _),) = ours.loglikelihood(instances("loglikelihood", requests))

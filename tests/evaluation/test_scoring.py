@@ -7,7 +7,8 @@ import pytest
 import torch
 from support import random_rows
 
-from torchqwen_tpu.evaluation import score, score_requests
+from torchqwen_tpu.evaluation import score, score_requests, scoring
+from torchqwen_tpu.evaluation.batches import plan_batches
 from torchqwen_tpu.runtime.graph import compilations
 
 
@@ -51,6 +52,52 @@ def test_requests_share_contexts(small, small_reference):
         logprobs = expected_logits(small_reference, before + after)[len(before) - 1 :]
         np.testing.assert_allclose(scored.logprob, logprobs[torch.arange(len(after)), after], atol=1e-4)
         assert scored.is_greedy == (logprobs.argmax(-1).tolist() == after)
+
+
+@pytest.mark.parametrize("continuations", [[[3], [5], [7]], [[3], [5, 6]], [[4, 4], [4, 4]]], ids=str)
+def test_short_continuations_of_one_context(small, small_reference, continuations):
+    """One token each is scored where the context ends, without a step of its own; equal ones are told apart."""
+    (context,) = random_rows([9])
+    for part, scored in zip(continuations, score_requests(small, [(context, part) for part in continuations]), strict=True):
+        logprobs = expected_logits(small_reference, context + part)[len(context) - 1 :]
+        np.testing.assert_allclose(scored.logprob, logprobs[torch.arange(len(part)), part], atol=1e-4)
+
+
+def test_batches_of_one_context_each(small, rows):
+    """More continuations of a context than a batch holds."""
+    requests = [(rows[3], row) for row in rows] + [(rows[2], rows[1])]
+    together, apart = score_requests(small, requests), score_requests(small, requests, batch_size=2)
+    for one, other in zip(together, apart, strict=True):
+        np.testing.assert_allclose(one.logprob, other.logprob, atol=1e-5)
+
+
+def test_several_batches_in_flight(small, rows, monkeypatch):
+    monkeypatch.setattr(scoring, "STEP_TOKENS", (64, 128))
+    for scored, expected in zip(score(small, rows * 4, batch_size=3), score(small, rows) * 4, strict=True):
+        np.testing.assert_allclose(scored.logprob, expected.logprob, atol=1e-5)
+
+
+def test_batches_hold_every_request_once_and_equal_contexts_together():
+    requests = [([1, number // 4], [2] * (number % 5 + 1)) for number in range(50)]
+    batches = plan_batches(requests, 9)
+    assert sorted(number for batch in batches for group in batch for number in group) == list(range(50))
+    assert all(sum(map(len, batch)) <= 9 for batch in batches)
+    groups = [group for batch in batches for group in batch]
+    assert len(groups) == 13 and all(len({number // 4 for number in group}) == 1 for group in groups)
+
+
+def test_routers_of_every_layer(small, small_reference):
+    """Of the tokens that were read: those before the scored ones, in a shared context and in a text."""
+    text, context = random_rows([12, 6])
+    requests = [(text[:1], text[1:]), (context, [5, 6]), (context, [7])]
+    for (before, after), scored in zip(requests, score_requests(small, requests, routers=True), strict=True):
+        with torch.no_grad():
+            logits = small_reference(torch.tensor([before + after]), output_router_logits=True).router_logits
+        assert len(logits) == len(scored.experts) == len(scored.router_weights)
+        for layer, experts, weights in zip(logits, scored.experts, scored.router_weights, strict=True):
+            best = layer[len(before) - 1 : -1].float().softmax(-1).topk(3)
+            np.testing.assert_array_equal(experts, best.indices)
+            np.testing.assert_allclose(weights, best.values / best.values.sum(-1, keepdim=True), atol=1e-5)
 
 
 def test_greedy_tokens_rank_first(small, rows):

@@ -13,7 +13,7 @@ import torch
 from support import padded, random_rows
 
 import torchqwen_tpu
-from torchqwen_tpu import AutoModelForCausalLM, ParallelConfig
+from torchqwen_tpu import AutoModelForCausalLM, ParallelConfig, RuntimeConfig
 from torchqwen_tpu.runtime.graph import compilations
 
 NEW_TOKENS = 32
@@ -77,11 +77,14 @@ def main() -> None:
     parser.add_argument("--chips", type=int)
     parser.add_argument("--cores", type=int)
     parser.add_argument("--layout")
+    parser.add_argument("--scan-layers", action="store_true")
     parser.add_argument("--parity", help="arguments of parity() as JSON, in place of all answers")
     options = parser.parse_args()
     config = ParallelConfig(chips=options.chips, cores=options.cores, layout=options.layout)
     try:
-        model = torchqwen_tpu.AutoModelForCausalLM.from_pretrained(options.folder, dtype="float32", parallel=config)
+        model = torchqwen_tpu.AutoModelForCausalLM.from_pretrained(
+            options.folder, dtype="float32", parallel=config, runtime=RuntimeConfig(scan_layers=options.scan_layers)
+        )
     except ValueError as error:
         torch.save({"refused": str(error)}, options.output)
         return

@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 from answers import NEW_TOKENS, ROWS, sampled
-from support import PROMPT_LENGTHS, TOLERANCE, assert_rows_match, padded, reference_logits, reference_tokens
+from support import (
+    PROMPT_LENGTHS,
+    TOLERANCE,
+    assert_rows_match,
+    moe_config,
+    padded,
+    reference_logits,
+    reference_of,
+    reference_tokens,
+    save_random,
+)
 
 SCRIPT = Path(__file__).parent / "answers.py"
 MESHES = {"4x2 dp": (4, 2, "dp"), "4x2 dp_tp": (4, 2, "dp_tp"), "1x2 tp": (1, 2, "tp")}
@@ -105,3 +115,16 @@ def test_the_trained_checkpoint_on_eight_devices(tiny_folder, tiny_reference, ti
 def test_heads_that_the_mesh_does_not_divide(tiny_folder, tmp_path):
     """Two heads of keys and values cannot be split over eight devices."""
     assert "num_key_value_heads = 2 over 8" in run(tiny_folder, tmp_path / "answers.pt", 4, 2, "tp")["refused"]
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_scanned_layers(mesh, tmp_path):
+    """Two periods and a layer more."""
+    kinds = [*["linear_attention", "full_attention"] * 2, "linear_attention"]
+    folder = save_random(moe_config(layer_types=kinds, num_hidden_layers=len(kinds)), tmp_path)
+    parity = ("--parity", json.dumps({"prompts": ROWS, "greedy": ROWS, "new_tokens": 8}))
+    answer = run(folder, tmp_path / "answers.pt", *mesh, "--scan-layers", *parity)
+    reference = reference_of(folder)
+    expected = [reference_logits(reference, row) for row in ROWS]
+    assert_rows_match(answer["logits"], padded(ROWS, "left")["attention_mask"], expected)
+    assert answer["greedy"][:, -8:].tolist() == [reference_tokens(reference, row, 8) for row in ROWS]

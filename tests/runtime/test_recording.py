@@ -85,7 +85,7 @@ def test_what_layers_name(tmp_path):
     model = torchqwen_tpu.AutoModelForCausalLM.from_pretrained(save_random(dense_config(), tmp_path), dtype="float32")
     SEEN.clear()
     routed(model, ROWS[:1], (Kinds(),))
-    both = ["mixed", "output"]
+    both = ["input", "mixed", "number", "output"]
     gated = [f"gated_delta_net.{name}" for name in ("A_log", "a", "b", "dt_bias", "state")]
     attention = [f"attention.{name}" for name in ("key", "pages", "query")]
     assert SEEN == [gated + both, attention + both, gated + both]

@@ -12,6 +12,9 @@ VISION = ("model.visual.", "visual.")
 CARRIED = ("mtp.", "model.mtp.", *VISION)
 """Tensors of parts that are not built here (multi-token prediction, vision); they are kept for `save_pretrained`."""
 
+SCALE = "_scale_inv"
+"""A tensor's name and this is the name of its block scales."""
+
 _EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<number>\d+)\.(?P<part>gate|up|down)_proj\.weight$")
 
 
@@ -28,6 +31,18 @@ class Source:
     name: str
     expert: int | None = None
     half: int | None = None
+
+
+def scale_of(name: str) -> str:
+    """Name of the block scales of the tensor `name`."""
+    return name + SCALE
+
+
+def expert_name(parameter: str, expert: int, half: int | None) -> str:
+    """Name of one expert's tensor that holds a part of the fused `parameter` (the reverse of `parameter_of`)."""
+    stem, _, fused = parameter.rpartition(".")
+    part = fused if half is None else ("gate_proj", "up_proj")[half]
+    return f"{stem}.{expert}.{part}.weight"
 
 
 def is_carried(name: str) -> bool:

@@ -1,58 +1,65 @@
-"""From checkpoint files to parameters on the devices: everything is checked before the first tensor is read."""
+"""From checkpoint files to parameters on the devices, a parameter at a time, everything checked before the first is read.
+
+Files are mapped and read once, in the order in which tensors lie in them. Threads put parameters together on the host, a
+bounded number of bytes ahead of the one that places them on the devices; what was read is given back at once. So the host
+holds the parameter that is being placed and what was read ahead, however large the model is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 import torch
-from torch import nn
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
-from torchqwen_tpu.checkpoint.files import WEIGHT_DTYPES, CheckpointError, CheckpointFiles
+from torchqwen_tpu.checkpoint.assemble import Assembler
+from torchqwen_tpu.checkpoint.files import CheckpointFiles
+from torchqwen_tpu.checkpoint.forms import Filling, scale_parameter
 from torchqwen_tpu.checkpoint.layout import WeightLayout
-from torchqwen_tpu.checkpoint.names import Source, is_carried, parameter_of
+from torchqwen_tpu.checkpoint.names import parameter_of, scale_of
+from torchqwen_tpu.checkpoint.plan import EMBEDDING, HEAD
 
 logger = logging.get_logger(__name__)
 
-KEEP_FP32 = ("linear_attn.A_log", "linear_attn.norm.weight")
-"""Ends of the names of parameters that stay FP32 whatever the model's dtype: they steer the recurrent state."""
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-LISTED = 5
-"""How many names an error lists."""
+READ_AHEAD = 512 << 20
+"""Bytes of parameters that may wait on the host to be placed."""
+READERS = min(8, os.cpu_count() or 1)
 
 
-def load_parameters(
-    files: CheckpointFiles, model: nn.Module, config, dtype: torch.dtype, place: Callable[[str, torch.Tensor], torch.Tensor]
-) -> None:
-    """Fill every parameter of `model` (on the meta device) from `files`.
+class Place(Protocol):
+    """Puts a tensor of the host on the devices as the parameter `name`, or as one of a stack of parameters."""
 
-    Args:
-        config: the text config.
-        dtype: of the parameters, but for those that stay FP32.
-        place: puts a parameter of the host on the devices, by its name.
+    def __call__(self, name: str, tensor: torch.Tensor, index: int | None = None) -> None: ...
+
+
+def load_parameters(files: CheckpointFiles, layout: WeightLayout, fillings: list[Filling], place: Place) -> dict[str, float]:
+    """Read every parameter and place it, with its scales if it is FP8.
+
+    Returns: by kind of weight, the error of requantising it an output channel, relative to the weights (root of the mean
+        squares); empty unless something was requantised.
 
     Raises:
-        CheckpointError: a parameter that nothing fills, a tensor that fills nothing, a shape or a dtype that does not fit.
+        CheckpointError: scales that no block can have, or a file that has become unreadable.
     """
-    layout = WeightLayout(config)
-    names = [name for name, _ in model.named_parameters()]
-    parameters = {}
-    for name, value in model.named_parameters():
-        parameters |= layout.to_published(name, value)
-    plan = match(files, parameters)
-    total = sum(files.tensors[source.name].bytes for sources in plan.values() for source in sources)
+    assembler = Assembler(files, layout)
+    total = sum(_bytes_of(files, filling) for filling in fillings)
     with tqdm(
         total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not logging.is_progress_bar_enabled()
     ) as bar:
-        for name in names:
-            kept = torch.float32 if name.endswith(KEEP_FP32) else dtype
-            parts = {}
-            for part in layout.parts(name):
-                parts[part] = _assemble(files, parameters[part], plan[part], kept)
-                bar.update(sum(files.tensors[source.name].bytes for source in plan[part]))
-            value = layout.to_device(name, parts)
-            _replace(model, name, nn.Parameter(place(name, value.contiguous()), requires_grad=False))
+        for filling, (value, scale) in _ahead(_in_file_order(files, fillings), assembler.assemble, _device_bytes):
+            place(filling.holder, value, filling.index)
+            if scale is not None:
+                place(scale_parameter(filling.holder), scale, filling.index)
+            del value, scale  # before the next is waited for
+            for source in filling.sources:
+                files.release(source.name)
+            bar.update(_bytes_of(files, filling))
+    return assembler.errors()
 
 
 def is_head_tied(files: CheckpointFiles, config) -> bool:
@@ -72,91 +79,40 @@ def is_head_tied(files: CheckpointFiles, config) -> bool:
     return False
 
 
-def match(files: CheckpointFiles, parameters: dict[str, torch.Tensor]) -> dict[str, list[Source]]:
-    """For every parameter (in its published form), the tensors of the files that fill it.
-
-    Raises:
-        CheckpointError: naming what is missing, unexpected, mismatched or filled twice.
-    """
-    plan: dict[str, list[Source]] = {name: [] for name in parameters}
-    unexpected = []
-    for name in files.tensors:
-        if is_carried(name):
-            continue
-        parameter, source = parameter_of(name)
-        if parameter in plan:
-            plan[parameter].append(source)
-        elif not (parameter == HEAD and EMBEDDING in plan):  # a copy of tied embeddings
-            unexpected.append(name)
-    problems = []
-    if missing := [name for name, sources in plan.items() if not sources]:
-        problems.append(f"no tensor fills {_listed(missing)}")
-    if unexpected:
-        problems.append(f"no parameter takes {_listed(unexpected)}")
-    for name, sources in plan.items():
-        problems += _problems(files, name, parameters[name], sources)
-    if problems:
-        raise CheckpointError(f"{files.folder} does not fit the model: " + "; ".join(problems))
-    return plan
+def _in_file_order(files: CheckpointFiles, fillings: list[Filling]) -> list[Filling]:
+    order = {name: number for number, name in enumerate(files.tensors)}
+    return sorted(fillings, key=lambda filling: min(order[source.name] for source in filling.sources))
 
 
-def _problems(files: CheckpointFiles, name: str, parameter: torch.Tensor, sources: list[Source]) -> list[str]:
-    """What is wrong with the tensors that fill one parameter."""
-    problems = []
-    for source in sources:
-        entry = files.tensors[source.name]
-        expected = tuple(parameter[_part(parameter, source)].shape)
-        if source.expert is not None and source.expert >= parameter.shape[0]:
-            problems.append(f"{source.name} is expert {source.expert} of {parameter.shape[0]}")
-        elif entry.shape != expected:
-            problems.append(f"{source.name} in {entry.file.name} has shape {list(entry.shape)}, the model {list(expected)}")
-        if entry.dtype not in WEIGHT_DTYPES:
-            problems.append(f"{source.name} in {entry.file.name} is {entry.dtype}; F32, BF16 and F16 can be read")
-    parts = [(source.expert, source.half) for source in sources]
-    if len(set(parts)) < len(parts):
-        problems.append(f"{name} is filled twice, by {_listed([source.name for source in sources])}")
-    elif sources and (None, None) not in parts:
-        if absent := _absent(name, parameter.shape[0], set(parts)):
-            problems.append(f"no tensor fills {_listed(absent)}")
-    elif len(parts) > 1:
-        problems.append(f"{name} is both fused and per expert, in {_listed([source.name for source in sources])}")
-    return problems
+def _ahead(jobs: list[Filling], run: Callable, size: Callable[[Filling], int]) -> Iterator[tuple[Filling, tuple]]:
+    """Jobs in order with what `run` makes of each, in threads, `READ_AHEAD` bytes of results (or one result) ahead."""
+    waiting: deque[tuple[Filling, Future]] = deque()
+    held = 0
+    with ThreadPoolExecutor(READERS, thread_name_prefix="checkpoint-reader") as pool:
+        try:
+            for job in jobs:
+                while waiting and held + size(job) > READ_AHEAD:
+                    first, result = waiting.popleft()
+                    held -= size(first)
+                    yield first, result.result()
+                    del result  # the future holds what was just placed
+                waiting.append((job, pool.submit(run, job)))
+                held += size(job)
+            while waiting:
+                first, result = waiting.popleft()
+                yield first, result.result()
+                del result
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
-def _absent(name: str, experts: int, parts: set[tuple[int | None, int | None]]) -> list[str]:
-    """Names of the expert tensors that a parameter lacks, without the prefix of the file."""
-    fused = name.endswith("gate_up_proj")
-    halves = {0: "gate_proj", 1: "up_proj"} if fused else {None: "down_proj"}
-    stem = name.removesuffix("gate_up_proj" if fused else "down_proj")
-    wanted = ((expert, half) for expert in range(experts) for half in halves)
-    return [f"{stem}{expert}.{halves[half]}.weight" for expert, half in wanted if (expert, half) not in parts]
+def _bytes_of(files: CheckpointFiles, filling: Filling) -> int:
+    """Of a parameter, in the files."""
+    names = [source.name for source in filling.sources]
+    names += [scale_of(name) for name in names if scale_of(name) in files.tensors]
+    return sum(files.tensors[name].bytes for name in names)
 
 
-def _part(parameter: torch.Tensor, source: Source) -> tuple:
-    """Index of the part of a parameter that a source fills."""
-    if source.expert is None:
-        return ()
-    expert = min(source.expert, parameter.shape[0] - 1)
-    if source.half is None:
-        return (expert,)
-    width = parameter.shape[1] // 2
-    return (expert, slice(source.half * width, (source.half + 1) * width))
-
-
-def _assemble(files: CheckpointFiles, parameter: torch.Tensor, sources: list[Source], dtype: torch.dtype) -> torch.Tensor:
-    if sources[0].expert is None:
-        return files.read(sources[0].name).to(dtype)
-    value = torch.empty(parameter.shape, dtype=dtype)
-    for source in sources:
-        value[_part(parameter, source)] = files.read(source.name).to(dtype)
-    return value
-
-
-def _replace(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    module, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(module), attribute, parameter)
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more
+def _device_bytes(filling: Filling) -> int:
+    """Of a parameter, in the form that it has on the device, without scales."""
+    return sum(torch.Size(shape).numel() for shape, _ in filling.parts.values()) * filling.dtype.itemsize

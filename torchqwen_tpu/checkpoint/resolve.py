@@ -10,6 +10,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
+from torchqwen_tpu.checkpoint.fp8 import BLOCK
+
 MODEL_TYPES = ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_text")
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
 
@@ -60,6 +62,20 @@ def check_family(model_type: str | None, where: str) -> None:
         raise ValueError(
             f"{where} has model_type '{model_type}', which is not Qwen 3.5; this library loads {', '.join(MODEL_TYPES)}. "
             "Use transformers for other families."
+        )
+
+
+def check_quantization(config: PretrainedConfig, folder: Path) -> None:
+    """Raises ValueError unless the checkpoint is unquantised or in the published FP8 format."""
+    settings = getattr(config, "quantization_config", None) or {}
+    settings = settings if isinstance(settings, dict) else settings.to_dict()
+    if not settings:
+        return
+    method, block = settings.get("quant_method"), settings.get("weight_block_size")
+    if method != "fp8" or list(block or ()) != [BLOCK, BLOCK]:
+        raise ValueError(
+            f"{folder} is quantized with quant_method '{method}' and weight_block_size {block}; of quantized checkpoints "
+            f"only fp8 with blocks of [{BLOCK}, {BLOCK}] can be read. Use that one, or the BF16 one"
         )
 
 

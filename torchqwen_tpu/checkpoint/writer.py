@@ -1,54 +1,72 @@
-"""From parameters on the devices to a checkpoint in the published layout."""
+"""Tensors into safetensors files, one at a time: the host holds no more of them than the one that is being written."""
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors.torch import save_file
+from tqdm.auto import tqdm
+from transformers.utils import logging
 
-from torchqwen_tpu.checkpoint.files import DTYPES, INDEX, CheckpointFiles
-from torchqwen_tpu.checkpoint.names import is_carried, is_vision
+from torchqwen_tpu.checkpoint.files import INDEX
+from torchqwen_tpu.checkpoint.header import header_bytes
 
 _PATTERN = "model{suffix}.safetensors"
 
 
-def save_weights(
-    folder: Path, tensors: dict[str, torch.Tensor], read: Callable[[str], torch.Tensor], max_shard_size: int | str
-) -> None:
-    """Write tensors to shards, with an index if there are several. Old weights in `folder` are replaced at the end.
+@dataclass(frozen=True)
+class Saved:
+    """A tensor to be written: shape and type as a meta tensor, and its data on the host when it is asked for."""
 
-    Args:
-        tensors: published name → tensor of the right shape and dtype (it may be on the meta device).
-        read: the data of a tensor by its published name, on the host.
+    meta: torch.Tensor
+    read: Callable[[], torch.Tensor]
+
+
+def write_weights(folder: Path, tensors: dict[str, Saved], max_shard_size: int | str) -> None:
+    """Write tensors to shards, with an index if there are several. The same tensors give the same bytes.
+
+    Raises:
+        OSError: naming the file and the tensor that could not be written, for example on a full disk.
     """
     plan = split_state_dict_into_shards_factory(
-        tensors,
-        get_storage_size=lambda tensor: tensor.numel() * tensor.element_size(),
+        {name: tensors[name].meta for name in sorted(tensors)},
+        get_storage_size=_size,
         get_storage_id=lambda tensor: None,
         filename_pattern=_PATTERN,
         max_shard_size=max_shard_size,
     )
-    written = []
-    for file, names in plan.filename_to_tensors.items():
-        partial = folder / f"{file}.partial"
-        save_file({name: read(name).contiguous() for name in names}, partial, metadata={"format": "pt"})
-        written.append((partial, folder / file))
-    for old in [*folder.glob("model*.safetensors"), folder / INDEX]:
-        old.unlink(missing_ok=True)
-    for partial, file in written:
-        os.replace(partial, file)
+    total = sum(_size(saved.meta) for saved in tensors.values())
+    with tqdm(
+        total=total, desc="Saving weights", unit="B", unit_scale=True, disable=not logging.is_progress_bar_enabled()
+    ) as bar:
+        for file, names in plan.filename_to_tensors.items():
+            # Wide types first, so that every tensor is aligned in a file that is mapped.
+            ordered = sorted(names, key=lambda name: (-tensors[name].meta.element_size(), name))
+            _write_file(folder / file, {name: tensors[name] for name in ordered}, bar)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def carried_tensors(files: CheckpointFiles | None, vision: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of parts that are not built here, those of the vision part on request, as meta tensors by name."""
-    for name, entry in files.tensors.items() if files else ():
-        if is_carried(name) and (vision or not is_vision(name)):
-            yield name, torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
+def _write_file(file: Path, tensors: dict[str, Saved], bar: tqdm) -> None:
+    with file.open("wb") as stream:
+        name = "the header"
+        try:
+            stream.write(header_bytes({name: saved.meta for name, saved in tensors.items()}, {"format": "pt"}))
+            for name, saved in tensors.items():  # noqa: B007, the error names it
+                tensor = saved.read()
+                if (tensor.dtype, tensor.shape) != (saved.meta.dtype, saved.meta.shape):
+                    raise RuntimeError(f"{name} is {tensor.dtype} {list(tensor.shape)}, and its header says otherwise")
+                stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+                bar.update(_size(tensor))
+            stream.flush()
+        except OSError as error:
+            raise OSError(error.errno, f"{name} could not be written to {file.name}: {error.strerror}") from error
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

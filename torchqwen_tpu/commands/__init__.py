@@ -5,7 +5,7 @@ arguments, prints results to stdout and returns the exit status (None for 0). OS
 stderr and exit status 2.
 """
 
-from torchqwen_tpu.commands import bench, chat, compare, evaluate, generate
+from torchqwen_tpu.commands import bench, chat, compare, evaluate, generate, inspect, plan, score
 
-COMMANDS = (generate, chat, evaluate, compare, bench)
+COMMANDS = (generate, chat, evaluate, score, compare, bench, inspect, plan)
 """In the order in which the help lists them."""

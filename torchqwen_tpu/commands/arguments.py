@@ -32,10 +32,10 @@ def positive_or_auto(text: str) -> int | str:
     return text if text == "auto" else positive(text)
 
 
-def model_arguments(dtype: str) -> argparse.ArgumentParser:
-    """Which model, and how it lies on the devices."""
+def model_arguments(dtype: str, required: bool = True) -> argparse.ArgumentParser:
+    """Which model, and how it lies on the devices. Not `required`, a command below may ask for the model."""
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--model", required=True, metavar="M", help="folder of a checkpoint, or its id on the hub")
+    common.add_argument("--model", required=required, metavar="M", help="folder of a checkpoint, or its id on the hub")
     common.add_argument(
         "--dtype", default=dtype, choices=("auto", "float32", "bfloat16", "float16"),
         help="of the weights; auto: the checkpoint's (default: %(default)s)",

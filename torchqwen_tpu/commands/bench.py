@@ -1,4 +1,5 @@
-"""`torchqwen-tpu bench`: greedy generation and prefill, measured beside another library."""
+"""`torchqwen-tpu bench`: greedy generation and prefill, measured beside another library; `bench serve` and `bench host` are in
+`bench_serve` and `bench_host`."""
 
 from __future__ import annotations
 
@@ -7,12 +8,13 @@ import json
 
 from torchqwen_tpu.benchmark import PEERS, Sizes, format_table, measure
 from torchqwen_tpu.checkpoint.resolve import load_config, resolve_folder
+from torchqwen_tpu.commands import bench_host, bench_serve
 from torchqwen_tpu.commands.arguments import count, load_model, model_arguments, positive, positive_list
 
 
 def add(commands) -> None:
     parser = commands.add_parser(
-        "bench", parents=[model_arguments("float32")], help="measure greedy generation and prefill",
+        "bench", parents=[model_arguments("float32", required=False)], help="measure greedy generation and prefill",
         description="Greedy generation of random prompts with stop tokens off, and prefill of one prompt. After a "
         "warm-up that compiles, both libraries are measured in turn; each figure is the median.",
     )  # fmt: skip
@@ -24,9 +26,16 @@ def add(commands) -> None:
     parser.add_argument("--pairs", type=positive, default=5, metavar="N", help="measurements (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
+    # Not required: `bench serve` brings its own --model, `bench host` none.
+    parser.set_defaults(missing_model=lambda: parser.error("the following arguments are required: --model"))
+    others = parser.add_subparsers(metavar="serve | host", help="measure the engine under load, or the host's part of a call")
+    bench_serve.add(others)
+    bench_host.add(others)
 
 
 def run(arguments: argparse.Namespace) -> None:
+    if arguments.model is None:
+        arguments.missing_model()
     folder = resolve_folder(arguments.model)
     load_config(folder)
     sizes = Sizes(tuple(arguments.batch), arguments.prompt_tokens, arguments.new_tokens, arguments.prefill_tokens)

@@ -16,10 +16,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from torchqwen_tpu.auto import AutoModelForCausalLM
 from torchqwen_tpu.checkpoint.resolve import resolve_folder
 from torchqwen_tpu.config import ParallelConfig
-from torchqwen_tpu.evaluation.scoring import DEFAULT_BATCH, score_requests
+from torchqwen_tpu.evaluation.scoring import score_requests
 from torchqwen_tpu.models.causal_lm import CausalLM
 
 logger = logging.getLogger(__name__)
+
+GENERATION_BATCH = 64
+"""Prompts that are continued together where the batch size is left open."""
 
 
 @register_model("torchqwen")
@@ -30,7 +33,7 @@ class TorchQwenLM(HFLM):
         pretrained: a folder, a hub id, or a model that `from_pretrained` made.
         tokenizer: by default the checkpoint's.
         dtype: of the weights, as `from_pretrained` takes it.
-        batch_size: sequences that are computed together, a data-parallel rank; "auto" takes a default.
+        batch_size: sequences that are computed together, a data-parallel rank; "auto" takes as many as are fast and fit.
         max_length: longest input in tokens; by default the model's own limit. Longer ones lose tokens on the left.
         chips, cores, layout: as in `ParallelConfig`.
         kwargs: other arguments of lm-eval's `HFLM` that concern prompts: add_bos_token, prefix_token_id, truncation,
@@ -42,7 +45,7 @@ class TorchQwenLM(HFLM):
         pretrained: str | CausalLM,
         tokenizer: str | PreTrainedTokenizerBase | None = None,
         dtype: str | torch.dtype | None = "auto",
-        batch_size: int | str | None = DEFAULT_BATCH,
+        batch_size: int | str | None = "auto",
         max_length: int | None = None,
         chips: int | None = None,
         cores: int | None = None,
@@ -58,7 +61,8 @@ class TorchQwenLM(HFLM):
             pretrained = AutoModelForCausalLM.from_pretrained(pretrained, dtype=dtype, parallel=parallel)
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             tokenizer = AutoTokenizer.from_pretrained(resolve_folder(tokenizer or name))
-        rows = DEFAULT_BATCH if str(batch_size).startswith("auto") else int(batch_size or DEFAULT_BATCH)
+        self._scored_together = None if str(batch_size or "auto").startswith("auto") else int(batch_size)
+        rows = self._scored_together or GENERATION_BATCH
         super().__init__(
             pretrained, backend="causal", tokenizer=tokenizer, batch_size=rows, max_length=max_length, **kwargs
         )
@@ -86,7 +90,7 @@ class TorchQwenLM(HFLM):
         """lm-eval's hook: (key, context, continuation) → (log-likelihood, whether greedy search gives it)."""
         del override_bs
         kept = [self._cut(list(context), list(continuation)) for _, context, continuation in requests]
-        scores = score_requests(self.model, kept, batch_size=self.batch_size, progress=not disable_tqdm)
+        scores = score_requests(self.model, kept, batch_size=self._scored_together, progress=not disable_tqdm)
         results = []
         for (key, _, _), scored in zip(requests, scores, strict=True):
             results.append((float(scored.logprob.sum(dtype="float64")), scored.is_greedy))

@@ -40,19 +40,25 @@ def evaluate(
     log_samples: bool = False,
 ) -> dict:
     """What `lm_eval.simple_evaluate` returns for these tasks."""
-    import lm_eval
-    from lm_eval.tasks import TaskManager
-
     from torchqwen_tpu.evaluation.lm_eval_model import TorchQwenLM
 
-    return lm_eval.simple_evaluate(
+    return run_tasks(
         TorchQwenLM(model, tokenizer, batch_size=batch_size, max_length=max_length),
-        tasks=tasks,
-        task_manager=TaskManager(include_path=include_path),
+        tasks,
+        include_path=include_path,
         num_fewshot=num_fewshot,
         limit=limit,
         log_samples=log_samples,
     )
+
+
+def run_tasks(model, tasks: list[str], *, include_path: str | None = None, log_samples: bool = False, **options) -> dict:
+    """`lm_eval.simple_evaluate` of any model that lm-eval takes, with task files of a folder; `options` are its own."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=include_path)
+    return lm_eval.simple_evaluate(model, tasks=tasks, task_manager=manager, log_samples=log_samples, **options)
 
 
 def format_results(results: dict) -> str:

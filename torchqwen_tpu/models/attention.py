@@ -9,6 +9,7 @@ from torchqwen_tpu.batch import RaggedBatch
 from torchqwen_tpu.models.layers import Linear, RMSNorm, rotate
 from torchqwen_tpu.ops import Operations
 from torchqwen_tpu.recording import Taps
+from torchqwen_tpu.runtime.graph import fence
 
 
 class Attention(nn.Module):
@@ -28,17 +29,18 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def forward(
-        self, hidden: torch.Tensor, batch: RaggedBatch, rotary, state: tuple[torch.Tensor], ops: Operations,
-        taps: Taps | None = None,
+        self, hidden: torch.Tensor, batch: RaggedBatch, rotary, state: tuple[torch.Tensor], number: torch.Tensor,
+        ops: Operations, taps: Taps | None = None,
     ):  # fmt: skip
-        """hidden [tokens, hidden size] and the layer's (pages,) → output and the new (pages,)."""
+        """hidden [tokens, hidden size] and (pages,) of all attention layers → output and (pages,) with those of layer
+        `number` renewed."""
         tokens = hidden.shape[0]
-        grouped = self.qkv_proj(hidden).view(tokens, -1, 2 * self.group + 2, self.head_dim)
+        grouped = fence(self.qkv_proj(hidden)).view(tokens, -1, 2 * self.group + 2, self.head_dim)
         queries, key, value = grouped[:, :, :-2], grouped[:, :, -2], grouped[:, :, -1]
         query, gate = queries.reshape(tokens, -1, 2, self.head_dim).unbind(2)
         query = rotate(self.q_norm(query), rotary)
         key = rotate(self.k_norm(key), rotary)
-        output, pages = ops.attention(query, key, value, state[0], batch, scale=self.head_dim**-0.5)
+        output, pages = ops.attention(query, key, value, state[0], number, batch, scale=self.head_dim**-0.5)
         if taps is not None:
             taps |= {"attention.query": query, "attention.key": key, "attention.pages": pages}
         return self.o_proj((output * torch.sigmoid(gate)).reshape(tokens, -1)), (pages,)

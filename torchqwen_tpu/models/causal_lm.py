@@ -15,14 +15,26 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
+from transformers.utils import logging
 
+from custom_ops.bridge import current_platform
 from torchqwen_tpu.cache import CacheLayout, HybridCache
+from torchqwen_tpu.checkpoint.atomic import replaced_checkpoint
 from torchqwen_tpu.checkpoint.files import CheckpointFiles
+from torchqwen_tpu.checkpoint.forms import prepare, set_parameter
 from torchqwen_tpu.checkpoint.layout import WeightLayout
-from torchqwen_tpu.checkpoint.names import published_name
+from torchqwen_tpu.checkpoint.names import SCALE
+from torchqwen_tpu.checkpoint.publish import FORMATS, Publisher, quantization_settings
 from torchqwen_tpu.checkpoint.reader import is_head_tied, load_parameters
-from torchqwen_tpu.checkpoint.resolve import check_family, load_config, load_generation_config, resolve_folder
-from torchqwen_tpu.checkpoint.writer import carried_tensors, save_weights
+from torchqwen_tpu.checkpoint.resolve import (
+    check_family,
+    check_quantization,
+    load_config,
+    load_generation_config,
+    resolve_folder,
+)  # fmt: skip
+from torchqwen_tpu.checkpoint.stacks import Stacks
+from torchqwen_tpu.checkpoint.writer import Saved, write_weights
 from torchqwen_tpu.config import ParallelConfig, RuntimeConfig
 from torchqwen_tpu.inputs import check_embeddings, check_ids, columns_of, limit_of
 from torchqwen_tpu.models.layers import Linear
@@ -34,6 +46,10 @@ from torchqwen_tpu.runtime.generation import Generation
 from torchqwen_tpu.runtime.packing import Selected, extend
 from torchqwen_tpu.runtime.step import Steps
 
+logger = logging.get_logger(__name__)
+
+DEFAULT_QUANTIZATION = {"cpu": "dequantize", "tpu": "channel"}
+"""What becomes of FP8 weights, by platform (see `RuntimeConfig.quantization`)."""
 _HUB_ARGUMENTS = ("revision", "cache_dir", "token", "local_files_only", "force_download")
 _IGNORED_ARGUMENTS = (
     "_from_auto", "adapter_kwargs", "trust_remote_code", "low_cpu_mem_usage", "use_safetensors", "weights_only",
@@ -53,14 +69,15 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
     _is_stateful = True
     output_type = CausalLMOutputWithPast
 
-    def __init__(self, config: PretrainedConfig):
+    def __init__(self, config: PretrainedConfig, scan_layers: bool = False):
         check_family(config.model_type, "the configuration")
         super().__init__(config.get_text_config())
         self.checkpoint_config = config
-        self.model = TextModel(self.config)
+        self.model = TextModel(self.config, scan_layers)
         self.lm_head = None if self.config.tie_word_embeddings else Linear(self.config.hidden_size, self.config.vocab_size)
         self.vocab_size = self.config.vocab_size
         self._files: CheckpointFiles | None = None
+        self.requantization_error: dict[str, float] = {}
         self._steps: Steps | None = None
         self.register_state_dict_post_hook(_publish)
         self.register_load_state_dict_pre_hook(_unpublish)
@@ -101,20 +118,42 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
         folder = resolve_folder(pretrained_model_name_or_path, **hub)
         config = copy.deepcopy(config) if config is not None else load_config(folder)
         check_family(config.model_type, "the configuration")
-        if getattr(config, "quantization_config", None):
-            raise ValueError(f"{folder} is quantized, and only BF16, F16 and F32 checkpoints can be read; use the BF16 one")
+        check_quantization(config, folder)
         dtype = _resolve_dtype(dtype, config)
         files = CheckpointFiles(folder)
+        mesh, runtime = build_mesh(parallel), runtime or RuntimeConfig()
+        scan_layers = current_platform() == "tpu" if runtime.scan_layers is None else runtime.scan_layers
+        model = cls.without_weights(config, files, scan_layers)
+        check_divisible(model.config, mesh)
+        model._load(files, mesh, dtype, runtime.quantization or DEFAULT_QUANTIZATION[current_platform()])
+        model.generation_config = load_generation_config(folder, config)
+        model._start(mesh, runtime, dtype)
+        return model
+
+    @classmethod
+    def without_weights(cls, config: PretrainedConfig, files: CheckpointFiles, scan_layers: bool = False) -> CausalLM:
+        """The model of a checkpoint on the meta device; `config` is told whether the files tie the head."""
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = is_head_tied(files, config)
         with torch.device("meta"):
-            model = cls(config)
-        mesh = build_mesh(parallel)
-        _check_divisible(model.config, mesh)
-        load_parameters(files, model, model.config, dtype, lambda name, value: _place(mesh, name, value))
-        model.generation_config = load_generation_config(folder, config)
-        model._files = files
-        model._start(mesh, runtime or RuntimeConfig(), dtype)
-        return model
+            return cls(config, scan_layers)
+
+    def _load(self, files: CheckpointFiles, mesh: DeviceMesh, dtype: torch.dtype, quantization: str) -> None:
+        layout = WeightLayout(self.config)
+        filled = prepare(files, self, layout, dtype, quantization)
+
+        stacks = Stacks(mesh)
+
+        def place(name: str, value: torch.Tensor, index: int | None = None) -> None:
+            if index is None:
+                placed = mesh.shard_parameter(name, value.to(torch_xla.device()))
+            else:
+                placed = stacks.write(name, self.get_parameter(name).detach(), value, index)
+            set_parameter(self, name, placed)
+
+        self.requantization_error = load_parameters(files, layout, filled, place)
+        for kind, error in self.requantization_error.items():
+            logger.info(f"{kind}: requantised per output channel with a relative error of {error:.2%}")
+        self._files = files
 
     def _start(self, mesh: DeviceMesh, runtime: RuntimeConfig, dtype: torch.dtype) -> None:
         for name, buffer in self.model.rotary_emb.named_buffers():
@@ -226,38 +265,47 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
         return cache
 
     def save_pretrained(
-        self, save_directory: str | os.PathLike, max_shard_size: int | str = "5GB", push_to_hub: bool = False, **kwargs
+        self,
+        save_directory: str | os.PathLike,
+        max_shard_size: int | str = "5GB",
+        push_to_hub: bool = False,
+        format: str | None = None,
+        **kwargs,
     ) -> None:
         """Write config.json, generation_config.json and the weights under their published names.
 
         Tensors that the checkpoint held beside the text model (multi-token prediction; vision too, unless only the text
-        configuration is saved) are copied from it.
-        transformers loads the folder with the same logits.
+        configuration is saved) are copied from it. An older checkpoint in the folder is replaced once the new one is whole;
+        a crash leaves the old one, or none that loads. transformers loads the folder with the same logits.
+
+        Args:
+            format: "bf16"; "fp8" for the published FP8 format, blocks of 128×128 with a scale each; None for what the model
+                holds. `A_log` and `linear_attn.norm` are FP32 in all of them.
+
+        Raises:
+            ValueError: weights that were requantised as they were loaded.
+            OSError: naming the tensor and the file that could not be written.
         """
         self.steps  # noqa: B018, a model without weights is refused here
         _refuse_unknown({**kwargs, "push_to_hub": push_to_hub} if push_to_hub else kwargs)
+        if format is not None and format not in FORMATS:
+            raise ValueError(f"format must be one of {', '.join(FORMATS)} or None, not {format!r}")
         folder = Path(save_directory)
         if folder.is_file():
             raise ValueError(f"{folder} is a file; pass a folder")
-        folder.mkdir(parents=True, exist_ok=True)
         whole = self.checkpoint_config is not self.config and self.checkpoint_config.model_type != self.config.model_type
-        layout = WeightLayout(self.config)
-        tensors, holders = {}, {}
-        for own, value in self.named_parameters():
-            for part, tensor in layout.to_published(own, value.to("meta")).items():
-                name = published_name(part, whole)
-                tensors[name], holders[name] = tensor, (own, value, part)
-        tensors |= carried_tensors(self._files, vision=whole)
-
-        def read(name: str) -> torch.Tensor:
-            if name in holders:
-                own, value, part = holders[name]
-                return layout.to_published(own, value.cpu())[part]
-            return self._files.read(name)
-
-        save_weights(folder, tensors, read, max_shard_size)
-        self.checkpoint_config.save_pretrained(folder)
-        self.generation_config.save_pretrained(folder)
+        publisher = Publisher(self, WeightLayout(self.config), self.mesh, self._files, whole, format)
+        if publisher.is_requantized:
+            raise ValueError(
+                "the weights were requantised per output channel as they were loaded, and would be saved with that loss; "
+                "load the model with RuntimeConfig(quantization='keep') to save it"
+            )
+        tensors = publisher.tensors()
+        config = _saved_config(self.checkpoint_config, tensors)
+        with replaced_checkpoint(folder) as partial:
+            write_weights(partial, tensors, max_shard_size)
+            config.save_pretrained(partial)
+            self.generation_config.save_pretrained(partial)
 
 
 class Qwen3_5MoeForCausalLM(CausalLM):
@@ -271,6 +319,17 @@ class Qwen3_5ForCausalLM(CausalLM):
     """Dense Qwen 3.5, 0.8B to 27B."""
 
     config_class = Qwen3_5TextConfig
+
+
+def _saved_config(config: PretrainedConfig, tensors: dict[str, Saved]) -> PretrainedConfig:
+    """The configuration of a checkpoint that holds `tensors`: it says whether they are FP8, and how."""
+    config = copy.deepcopy(config)
+    is_fp8 = any(name.endswith(SCALE) for name in tensors)
+    if not is_fp8 and hasattr(config, "quantization_config"):
+        del config.quantization_config
+    elif is_fp8 and not getattr(config, "quantization_config", None):
+        config.quantization_config = quantization_settings(tensors)
+    return config
 
 
 def _publish(model: CausalLM, state: dict, prefix: str, metadata: dict) -> None:
@@ -313,10 +372,6 @@ def _padded(selected: Selected, rows: torch.Tensor, columns, keep: np.ndarray) -
     return result
 
 
-def _place(mesh: DeviceMesh, name: str, value: torch.Tensor) -> torch.Tensor:
-    return mesh.shard_parameter(name, value.to(torch_xla.device()))
-
-
 def _refuse_unknown(arguments: dict) -> None:
     """Refuse arguments that would change something and are not supported."""
     for name, value in arguments.items():
@@ -337,7 +392,7 @@ def _resolve_dtype(dtype: torch.dtype | str | None, config: PretrainedConfig) ->
     return resolved
 
 
-def _check_divisible(config, mesh: DeviceMesh) -> None:
+def check_divisible(config, mesh: DeviceMesh) -> None:
     counts = {
         "heads": ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"),
         "experts": ("num_experts",),

@@ -9,6 +9,7 @@ from torchqwen_tpu.batch import RaggedBatch
 from torchqwen_tpu.models.layers import GatedRMSNorm, Linear
 from torchqwen_tpu.ops import Operations, gated_delta_net_shape
 from torchqwen_tpu.recording import Taps
+from torchqwen_tpu.runtime.graph import fence
 
 
 class GatedDeltaNet(nn.Module):
@@ -33,19 +34,20 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = Linear(value_size, config.hidden_size)
 
     def forward(
-        self, hidden: torch.Tensor, batch: RaggedBatch, state: tuple[torch.Tensor, torch.Tensor], ops: Operations,
-        taps: Taps | None = None,
+        self, hidden: torch.Tensor, batch: RaggedBatch, state: tuple[torch.Tensor, torch.Tensor], number: torch.Tensor,
+        ops: Operations, taps: Taps | None = None,
     ):  # fmt: skip
-        """hidden [tokens, hidden size] and the layer's (convolution window, recurrent state) → output and the new ones."""
+        """hidden [tokens, hidden size] and (convolution windows, recurrent states) of all such layers → output and both
+        with those of layer `number` renewed."""
         tokens = hidden.shape[0]
-        grouped = self.in_proj_qkvz(hidden).view(tokens, self.shape.key_heads, -1)
+        grouped = fence(self.in_proj_qkvz(hidden)).view(tokens, self.shape.key_heads, -1)
         qkv, gate = grouped.split([self.shape.channels // self.shape.key_heads, self.shape.group * self.shape.value_dim], -1)
         # The gates stay FP32 from the projection on: they are exponentiated and multiplied over whole sequences.
         b, a = self.in_proj_ba(hidden.float()).view(tokens, self.shape.key_heads, 2, -1).unbind(2)
         output, *state = ops.gated_delta_net(
             qkv.flatten(1), b.flatten(1), a.flatten(1),
             self.conv1d.weight.squeeze(1).t(), self.A_log.float(), self.dt_bias.float(),
-            batch, *state, shape=self.shape,
+            batch, *state, number, shape=self.shape,
         )  # fmt: skip
         if taps is not None:
             gates = {"b": b.flatten(1), "a": a.flatten(1), "A_log": self.A_log.float(), "dt_bias": self.dt_bias.float()}

@@ -8,6 +8,8 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from torchqwen_tpu.models.quantized import scaled_product
+
 STATIC_ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 """RoPE types whose frequencies do not depend on the length of the input."""
 
@@ -41,15 +43,23 @@ class GatedRMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """x · weight (+ bias), with the weight [in, out] on the device and [out, in] in `state_dict()` and on disk."""
+    """x · weight (+ bias), with the weight [in, out] on the device and [out, in] in `state_dict()` and on disk.
+
+    An FP8 weight has a `weight_scale`, float32, of each output channel [out] or of each output channel and block of 128
+    inputs [⌈in / 128⌉, out]; the checkpoint reader adds it.
+    """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(inputs, outputs))
+        self.register_parameter("weight_scale", None)
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x @ self.weight.to(x.dtype)
+        if self.weight_scale is None:
+            y = x @ self.weight.to(x.dtype)
+        else:
+            y = scaled_product(x, self.weight, self.weight_scale)
         return y if self.bias is None else y + self.bias
 
 

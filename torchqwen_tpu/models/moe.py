@@ -28,13 +28,18 @@ class Router(Linear):
 
 
 class Experts(nn.Module):
-    """Weights of all experts, gate rows before up rows."""
+    """Weights of all experts, gate rows before up rows.
+
+    FP8 weights have scales (see `custom_ops.ragged_moe`); the checkpoint reader adds them.
+    """
 
     def __init__(self, config):
         super().__init__()
         experts, hidden, width = config.num_experts, config.hidden_size, config.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * width, hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, width))
+        self.register_parameter("gate_up_scale", None)
+        self.register_parameter("down_scale", None)
 
 
 class SparseMoeBlock(nn.Module):
@@ -45,12 +50,17 @@ class SparseMoeBlock(nn.Module):
         self.experts = Experts(config)
         self.shared_expert = MLP(config, config.shared_expert_intermediate_size)
 
-    def forward(self, hidden: torch.Tensor, batch: RaggedBatch, ops: Operations, taps: Taps | None = None) -> torch.Tensor:
-        """[tokens, hidden size] → the same."""
+    def forward(
+        self, hidden: torch.Tensor, batch: RaggedBatch, number: torch.Tensor | None, ops: Operations, taps: Taps | None = None
+    ) -> torch.Tensor:
+        """[tokens, hidden size] → the same. The experts' parameters are stacks of which this is layer `number`, or, without
+        one, this layer's."""
         logits, shared_gate = self.router(hidden, ops.round_router)
         if taps is not None:
             taps |= {"router.logits": logits, "experts.input": hidden}
+        experts = self.experts
         routed = ops.experts(
-            hidden, logits, batch.valid, self.experts.gate_up_proj, self.experts.down_proj, top_k=self.top_k
-        )
+            hidden, logits, batch.valid, experts.gate_up_proj, experts.down_proj, number, top_k=self.top_k,
+            gate_up_scale=experts.gate_up_scale, down_scale=experts.down_scale,
+        )  # fmt: skip
         return routed + torch.sigmoid(shared_gate).to(hidden.dtype) * self.shared_expert(hidden)

@@ -43,10 +43,10 @@ class Statistics:
             return kept
         if "attention.query" in taps:
             values = (taps[f"attention.{name}"] for name in ("query", "key", "pages"))
-            kept["attention"] = ops.attention_statistics(*values, batch)
+            kept["attention"] = ops.attention_statistics(*values, taps["number"], batch)
         else:
             values = (taps[f"gated_delta_net.{name}"] for name in ("b", "a", "A_log", "dt_bias", "state"))
-            kept["gated_delta_net"] = ops.gated_delta_net_statistics(*values, batch)
+            kept["gated_delta_net"] = ops.gated_delta_net_statistics(*values, taps["number"], batch)
         if "router.logits" in taps:
             kept["routing"] = ops.routing_statistics(
                 taps["experts.input"], taps["router.logits"], batch, kept["finiteness"], top_k=self.top_k

@@ -15,6 +15,7 @@ import torch_xla.distributed.spmd as spmd
 import torch_xla.runtime as xr
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from custom_ops.tpu_options import use_graph_options
 from torchqwen_tpu.config import ParallelConfig
 from torchqwen_tpu.parallel.rules import LAYOUT_RULES, parameter_axes
 
@@ -100,6 +101,7 @@ def build_mesh(config: ParallelConfig | None = None) -> DeviceMesh:
         RuntimeError: torch_xla already runs with another number of devices, or has too few.
     """
     config = config or ParallelConfig()
+    use_graph_options()
     on_cpu = xr.device_type() == "CPU"
     chips, cores = config.chips, config.cores
     if on_cpu:

@@ -5,6 +5,8 @@ A new layout is a new row.
 
 from __future__ import annotations
 
+from torchqwen_tpu.models.stacking import layers_of
+
 LAYOUT_RULES: dict[str, dict[str, tuple[str, ...]]] = {
     # logical axis: mesh axes that split it
     "dp": {"tokens": ("chip", "core"), "heads": (), "experts": ("chip", "core")},
@@ -26,12 +28,19 @@ PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
     "self_attn.o_proj.weight": ("heads", None),
     "mlp.experts.gate_up_proj": ("experts", None, None),
     "mlp.experts.down_proj": ("experts", None, None),
+    "mlp.experts.gate_up_scale": ("experts", None, None),
+    "mlp.experts.down_scale": ("experts", None, None),
 }
 
 
 def parameter_axes(name: str, dimensions: int) -> tuple[str | None, ...]:
-    """Logical axes of the parameter called `name`."""
+    """Logical axes of the parameter called `name`; a stack of layers is not split by layer. The scales of a matrix are split
+    as its output channels are."""
+    if layers_of(name):
+        return (None, *parameter_axes(layers_of(name)[0], dimensions - 1))
+    if name.endswith("weight_scale"):
+        return (None,) * (dimensions - 1) + parameter_axes(name.removesuffix("_scale"), 2)[-1:]
     for ending, axes in PARAMETER_AXES.items():
         if name.endswith(ending):
-            return axes
+            return axes[:dimensions]
     return (None,) * dimensions

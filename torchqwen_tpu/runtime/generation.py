@@ -29,6 +29,7 @@ from transformers.generation import (
 from torchqwen_tpu.batch import bucket
 from torchqwen_tpu.cache import HybridCache
 from torchqwen_tpu.inputs import check_embeddings, check_ids, check_mask, columns_of, limit_of
+from torchqwen_tpu.runtime.generate_batch import GenerationOutput, generate_batch
 from torchqwen_tpu.runtime.packing import Row, extend
 from torchqwen_tpu.runtime.sampling import choose_on_host
 from torchqwen_tpu.runtime.step import EOS_SLOTS, DecodeShape
@@ -134,6 +135,47 @@ class Generation:
             return output.to(device)
         output.sequences = output.sequences.to(device)
         return output
+
+    @torch.no_grad()
+    def generate_batch(
+        self,
+        inputs: Sequence[Sequence[int]],
+        generation_config: GenerationConfig | None = None,
+        *,
+        seed: int | Sequence[int] | None = None,
+        progress_bar: bool = False,
+        warmup: bool = False,
+        continuous_batching_config=None,
+        record_timestamps: bool = False,
+        persistent_manager: bool = False,
+        **kwargs,
+    ) -> dict[str, GenerationOutput]:
+        """As transformers' `generate_batch`: prompts of any lengths, continued by continuous batching on an `Engine`.
+
+        Args:
+            inputs: token ids of each prompt.
+            generation_config: as for `generate`; num_return_sequences included.
+            seed: as for `generate`.
+            warmup: compile everything before the first step, and not what is needed when it is needed.
+            kwargs: settings in place of the configuration's, for example max_new_tokens.
+
+        Returns: outputs by request, in the order of the inputs. One that was refused has status FAILED and an `error`.
+        """
+        if continuous_batching_config is not None or record_timestamps or persistent_manager:
+            raise ValueError(
+                "continuous_batching_config, record_timestamps and persistent_manager are not supported; make a "
+                "torchqwen_tpu.Engine(model, EngineConfig(...)) for an engine that stays"
+            )
+        if not inputs:
+            return {}
+        config = generation_config if generation_config is not None else self.generation_config
+        copies = kwargs.get("num_return_sequences") or config.num_return_sequences or 1
+        seeds = _row_seeds(seed, len(inputs) * copies, copies).reshape(len(inputs), copies)
+        return generate_batch(self, inputs, generation_config, seeds, progress_bar=progress_bar, warmup=warmup, **kwargs)
+
+    def init_continuous_batching(self, *args, **kwargs):
+        """transformers' manager of continuous batching, whose place the engine takes."""
+        raise NotImplementedError("there is no manager; make a torchqwen_tpu.Engine(model) and use add(), step() and stream()")
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length):
         """transformers' hook: the cache of a generation, for all beams or returned sequences of the batch."""
@@ -319,8 +361,8 @@ class _DecodeLoop:
                 seed=over_ranks(self.seeds, 0),
                 generated=np.full(ranks * rows, self.generated),
                 top_k=np.full(ranks * rows, parameters.top_k),
-                steps=np.full(ranks, count),
-                eos=np.broadcast_to(eos, (ranks, EOS_SLOTS)),
+                steps=np.full(ranks * rows, count),
+                eos=np.broadcast_to(eos, (ranks * rows, EOS_SLOTS)),
             )
             *tokens, lengths = steps.decode(shape, cache, header, sampling)
             cache.lengths = lengths.astype(np.int32)

@@ -10,8 +10,35 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch_xla
+import torch_xla.core.xla_builder as xla_builder
 from torch_xla import _XLAC
+from torch_xla.core.xla_model import optimization_barrier_
 from torch_xla.debug import metrics
+from torch_xla.experimental.scan import _scan_impl_pytree  # the public scan insists on autograd formulas
+
+# A type that torch_xla 2.9 lacks in its table, so that it cannot scan over it.
+xla_builder._PT_XLA_TYPE_MAP.setdefault(torch.float8_e4m3fn, "f8e4m3fn")
+
+
+def scan(function: Callable, carry, slices):
+    """`function(carry, slice) -> (carry, result)` over the first dimension of all tensors in `slices`, as one loop of the
+    graph → the last carry and the results, stacked. Nothing may be boolean.
+
+    `function` is traced once, and what it reads beside its arguments is traced with it: a tensor with data becomes an
+    input of the graph, the computation of any other is repeated in every turn.
+    """
+    return _scan_impl_pytree(function, carry, slices)
+
+
+def fence(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, across which XLA moves nothing.
+
+    Where a product's columns are then looked at as [heads, dim], XLA:TPU would make that product one of a matrix of three
+    dimensions, and for it turn the weights of a layer, in a copy, in every step.
+    """
+    tensor = tensor * 1  # the barrier works in place
+    optimization_barrier_([tensor])
+    return tensor
 
 
 def compilations() -> int:
@@ -27,7 +54,11 @@ class CompiledGraph:
         function: takes the tensors of `inputs` in order, returns a flat sequence of tensors; each must be computed by
             the function (not an input handed through).
         inputs: example inputs that hold data, with the shapes, dtypes and shardings of every later call.
-        donated: positions of inputs that outputs may overwrite. After a call such an input is spent.
+        donated: positions of inputs that outputs may overwrite. After a call such an input is spent. On a TPU the first
+            output of a size takes the first such buffer: put their successors first, in the same order.
+
+    Attributes:
+        arguments: of the executable: the position of an input, or a tensor that was closed over.
 
     Tensors that `function` closes over (the weights) become inputs of the executable, with the values that they have
     when it is traced.
@@ -47,7 +78,7 @@ class CompiledGraph:
         position_of = {_XLAC._xla_get_tensor_id(tensor): position for position, tensor in enumerate(inputs)}
         outputs = list(function(*inputs))
         ids, tensors = _XLAC._get_tensors_xla_device_data_node(outputs)
-        self._order = [position_of.get(tensor_id, tensor) for tensor_id, tensor in zip(ids, tensors, strict=True)]
+        self.arguments = [position_of.get(tensor_id, tensor) for tensor_id, tensor in zip(ids, tensors, strict=True)]
         self._hash = _XLAC._get_graph_hash(outputs)
         _XLAC._xla_warm_up_cache(outputs, [])
         for position in donated:
@@ -55,5 +86,5 @@ class CompiledGraph:
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return _XLAC._run_cached_graph(
-            self._hash, [inputs[entry] if isinstance(entry, int) else entry for entry in self._order]
+            self._hash, [inputs[entry] if isinstance(entry, int) else entry for entry in self.arguments]
         )

@@ -26,7 +26,7 @@ class Row:
     Attributes:
         tokens: [n] ids; with embeddings, their rows in the embeddings.
         positions: [3, n]
-        wanted: positions within `tokens`, ascending, whose logits are wanted.
+        wanted: positions within `tokens`, ascending, whose logits are wanted; one may come several times.
         targets: as many token ids to be scored at those positions, where scores are asked for.
     """
 
@@ -76,8 +76,9 @@ def extend(
     alternatives: int | None = None,
     smallest_bucket: int = SMALLEST_BUCKET,
     recorders: tuple[Recorder, ...] = (),
+    largest_step: int | None = None,
 ) -> Selected:
-    """Take the rows' tokens into the cache, in as many steps as `prefill_chunk` asks for.
+    """Take the rows' tokens into the cache, in as many steps as `largest_step` asks for.
 
     Args:
         rows: one for each sequence of the cache; a row without tokens keeps its state.
@@ -86,12 +87,13 @@ def extend(
         alternatives: return scores of the rows' `targets` in place of logits, each with that many alternatives.
         smallest_bucket: fewest tokens that a step is compiled for.
         recorders: what to keep of the values inside the layers.
+        largest_step: most tokens that a rank takes in one step; by default `prefill_chunk`.
     """
     cache.reserve(int(max(cache.lengths[i] + len(row.tokens) for i, row in enumerate(rows))))
     logits, layers, records = [], [], []
     place = [np.zeros(len(row.wanted), np.int64) for row in rows]
     total = 0
-    for pieces in _plan(rows, cache, steps.runtime.prefill_chunk):
+    for pieces in _plan(rows, cache, largest_step or steps.runtime.prefill_chunk):
         shape, values, selected = _pack(
             pieces, rows, cache, embeddings is not None, hidden_states, alternatives, smallest_bucket, recorders
         )

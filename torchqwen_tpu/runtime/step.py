@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch_xla.experimental.scan import _scan_impl_pytree as scan  # the public scan insists on autograd formulas
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
@@ -19,12 +18,12 @@ from torchqwen_tpu.config import RuntimeConfig
 from torchqwen_tpu.models.layers import Linear
 from torchqwen_tpu.models.qwen3_5 import TextModel
 from torchqwen_tpu.ops import Operations
-from torchqwen_tpu.recording import Recorder
-from torchqwen_tpu.runtime.graph import CompiledGraph
+from torchqwen_tpu.recording import LayerInputs, Recorder
+from torchqwen_tpu.runtime.graph import CompiledGraph, scan
 from torchqwen_tpu.runtime.observation import Extended, Observer, recorded, split_records
 
 EOS_SLOTS = 8
-"""Stop tokens that a decode graph has room for."""
+"""Stop tokens of a sequence that a decode graph has room for."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,8 @@ class DecodeShape:
             ("seed", rows),
             ("generated", rows),
             ("top_k", rows),
-            ("steps", 1),
-            ("eos", EOS_SLOTS),
+            ("steps", rows),
+            ("eos", rows * EOS_SLOTS),
         ))  # fmt: skip
 
 
@@ -120,7 +119,7 @@ class Steps:
         inputs = [place_header(self.ops.mesh, header)]
         if embeddings is not None:
             inputs.append(embeddings)
-        outputs = self._run(shape, inputs, cache, self._trace_extend, f"step of {shape.tokens} tokens")
+        outputs = self._run(shape, inputs, cache, f"step of {shape.tokens} tokens")
         outputs, records = split_records(shape.recorders, outputs)
         count = len(cache.states)
         cache.states = outputs[:count]
@@ -129,7 +128,7 @@ class Steps:
         return Extended(outputs[count], outputs[count + 1 :], records)
 
     def decode(self, shape: DecodeShape, cache: HybridCache, header: torch.Tensor, sampling: torch.Tensor) -> np.ndarray:
-        """Generate up to `decode_steps` tokens a sequence.
+        """Generate up to `decode_steps` tokens a sequence, of each as many as its `steps`.
 
         Args:
             header: as `shape.header` packs it, on the host.
@@ -139,7 +138,7 @@ class Steps:
         """
         mesh, shape = self.ops.mesh, self._observed(shape)
         inputs = [place_header(mesh, header), mesh.put(sampling, ("tokens", None))]
-        outputs = self._run(shape, inputs, cache, self._trace_decode, f"decode step of {shape.cache.rows} sequences")
+        outputs = self._run(shape, inputs, cache, f"decode step of {shape.cache.rows} sequences")
         outputs, records = split_records(shape.recorders, outputs)
         cache.states = outputs[:-1]
         if self.observer is not None:  # while the device works
@@ -149,7 +148,7 @@ class Steps:
     def _observed(self, shape: ExtendShape | DecodeShape) -> ExtendShape | DecodeShape:
         return shape if self.observer is None else replace(shape, recorders=(*shape.recorders, self.observer.recorder))
 
-    def _run(self, shape, inputs: list[torch.Tensor], cache: HybridCache, trace, what: str) -> list[torch.Tensor]:
+    def _run(self, shape, inputs: list[torch.Tensor], cache: HybridCache, what: str) -> list[torch.Tensor]:
         states = range(len(inputs), len(inputs) + len(cache.states))
         inputs = [*inputs, *cache.states]
         if (weights := self._weights()) != self._traced:
@@ -157,8 +156,16 @@ class Steps:
             self._traced = weights
         if shape not in self._graphs:
             with _compiling(what):
-                self._graphs[shape] = CompiledGraph(lambda *tensors: trace(shape, tensors), inputs, donated=states)
+                self._graphs[shape] = CompiledGraph(lambda *tensors: self.trace(shape, tensors), inputs, donated=states)
         return self._graphs[shape](inputs)
+
+    def trace(self, shape: ExtendShape | DecodeShape, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What a step computes of its inputs: header, embeddings or sampling parameters, states. The new states come first."""
+        return (self._trace_decode if isinstance(shape, DecodeShape) else self._trace_extend)(shape, tensors)
+
+    def graph(self, shape: ExtendShape | DecodeShape) -> CompiledGraph:
+        """The compiled step of a shape that has run."""
+        return self._graphs[shape]
 
     def _weights(self) -> list[tuple[int, int]]:
         """What tells whether a weight was replaced or changed in place."""
@@ -188,19 +195,19 @@ class Steps:
             page_table=header["page_table"].reshape(-1, shape.cache.pages),
             decode=shape.decode,
         )
-        states = _by_layer(self.decoder, states)
-        output = self.decoder(embeddings, batch, states, self.ops, shape.hidden_states, shape.recorders)
+        recorders = (*shape.recorders, LayerInputs()) if shape.hidden_states else shape.recorders
+        output = self.decoder(embeddings, batch, states, self.ops, recorders)
         select = header["select"].reshape(-1)
         hidden = self.ops.select(output.hidden, select)
-        layers = [self.ops.select(rows, select) for rows in output.layer_inputs]
+        records = recorded(recorders, output, batch, lambda rows: self.ops.select(rows, select), self.ops)
+        layers = []
         if shape.hidden_states:
-            layers.append(hidden)
+            layers = [*records.pop(), hidden]
         if shape.alternatives is None:
             result = self._logits(hidden)
         else:
             result = self._scores(hidden, header["target"], shape.alternatives)
-        records = recorded(shape.recorders, output, batch, lambda rows: self.ops.select(rows, select), self.ops)
-        return [*_flat(output.states), result, *layers, *records]
+        return [*output.states, result, *layers, *records]
 
     def _trace_decode(self, shape: DecodeShape, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         header, rows = shape.header.unpack(tensors[0]), shape.cache.rows
@@ -224,7 +231,7 @@ class Steps:
                 first=first,
             )
             embeddings = F.embedding(token, self.decoder.embed_tokens.weight)
-            output = self.decoder(embeddings, batch, _by_layer(self.decoder, states), self.ops, recorders=shape.recorders)
+            output = self.decoder(embeddings, batch, states, self.ops, shape.recorders)
             logits = self._logits(output.hidden).float()
             if shape.candidates:
                 chosen = self.ops.sample(
@@ -241,7 +248,7 @@ class Steps:
             generated = generated + going.to(torch.int32)
             flags = (finished.to(torch.int32), fed.to(torch.int32))
             records = recorded(shape.recorders, output, batch, lambda rows: rows, self.ops)
-            return (token, *flags, length, generated, tuple(_flat(output.states)), constant), (token, *records)
+            return (token, *flags, length, generated, output.states, constant), (token, *records)
 
         flat = {name: value.reshape(-1) for name, value in header.items()}
         temperature, top_p, min_p = (part.reshape(-1) for part in tensors[1].chunk(3, dim=1))
@@ -249,8 +256,8 @@ class Steps:
             "row": row,
             "offsets": _by_axis(header["offsets"]),
             "page_table": flat["page_table"].view(-1, shape.cache.pages),
-            "steps": flat["steps"][:1],  # every rank holds the same
-            "eos": flat["eos"][:EOS_SLOTS],
+            "steps": flat["steps"],
+            "eos": flat["eos"].view(-1, EOS_SLOTS),
         }
         if shape.candidates:
             constant |= {"seed": flat["seed"], "top_k": flat["top_k"]}
@@ -276,15 +283,6 @@ class Steps:
 def _by_axis(values: torch.Tensor) -> torch.Tensor:
     """[ranks, 3 * n], axis by axis within a rank → [3, ranks * n]."""
     return values.view(values.shape[0], 3, -1).transpose(0, 1).reshape(3, -1)
-
-
-def _by_layer(decoder: TextModel, flat: tuple[torch.Tensor, ...]) -> list[tuple[torch.Tensor, ...]]:
-    rest = iter(flat)
-    return [(next(rest), next(rest)) if layer.is_linear else (next(rest),) for layer in decoder.layers]
-
-
-def _flat(states: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
-    return [tensor for layer in states for tensor in layer]
 
 
 @contextlib.contextmanager

@@ -1,0 +1,88 @@
+"""Modelled times of a mixture of experts over a machine's links, and the number of micro-batches that follows from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from custom_ops.ragged_moe.wire import FP8, columns
+from custom_ops.reduce_scatter import ReduceScatterShape
+from custom_ops.reduce_scatter.cost import HBM, xla_time
+from custom_ops.reduce_scatter.plan import plan
+
+MATRIX_FLOPS, FP8_FLOPS = 1.155e15, 2.3e15
+"""A core's multiplications and additions a second, in BF16 and where both operands are FP8."""
+MICRO_BATCHES = (1, 2, 3, 4)
+LEAST_ROWS = 128
+"""Rows a device below which a micro-batch is not worth its overheads, which the model does not have."""
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """One layer over chips × cores, tokens and experts over all of them.
+
+    Args:
+        tokens: of all devices.
+        width: of an expert.
+        wire, weights: dtypes of the rows on their way to the experts and of the experts' weights.
+    """
+
+    chips: int
+    cores: int
+    tokens: int
+    hidden: int
+    experts: int
+    top_k: int
+    width: int
+    wire: str
+    weights: str
+
+    @property
+    def devices(self) -> int:
+        return self.chips * self.cores
+
+
+def wire_bytes(shape: MoeShape) -> int:
+    """Bytes of one token in the all-gather."""
+    return columns(shape.wire, hidden=shape.hidden, top_k=shape.top_k) * jnp.dtype(shape.wire).itemsize
+
+
+def all_gather_time(shape: MoeShape) -> float:
+    """Seconds of XLA's all-gather: a reduce-scatter backwards, see `custom_ops.reduce_scatter.cost`."""
+    as_bytes = ReduceScatterShape(shape.chips, shape.cores, shape.tokens, wire_bytes(shape), "uint8")
+    return xla_time(as_bytes)
+
+
+def reduce_scatter_time(shape: MoeShape) -> float:
+    """Seconds of the combine in BF16: the hierarchical kernel, or XLA's where there is none for the shape."""
+    sums = ReduceScatterShape(shape.chips, shape.cores, shape.tokens, shape.hidden, "bfloat16")
+    cut = plan(sums) if shape.cores == 2 else None
+    return cut.time if cut else xla_time(sums)
+
+
+def experts_bound(shape: MoeShape) -> float:
+    """Seconds that one core's experts take at least when tokens choose evenly: their weights read once, or the matrix work."""
+    itemsize = jnp.dtype(shape.weights).itemsize
+    hit = shape.experts * (1 - (1 - shape.top_k / shape.experts) ** shape.tokens) / shape.devices
+    read = hit * 3 * shape.hidden * shape.width * itemsize / HBM
+    flops = shape.tokens * shape.top_k / shape.devices * 6 * shape.hidden * shape.width
+    return max(read, flops / (FP8_FLOPS if shape.wire == shape.weights == FP8.name else MATRIX_FLOPS))
+
+
+def layer_time(shape: MoeShape, micro_batches: int) -> float:
+    """Seconds of dispatch, experts and combine: the all-gather of a micro-batch is hidden behind the experts of the one
+    before (XLA leaves it to the SparseCore), the reduce-scatter, a kernel of the core itself, behind nothing."""
+    part = dataclasses.replace(shape, tokens=shape.tokens // micro_batches)
+    gather, experts, scatter = all_gather_time(part), experts_bound(part), reduce_scatter_time(part)
+    return gather + micro_batches * (experts + scatter) + (micro_batches - 1) * max(0.0, gather - experts)
+
+
+@functools.cache
+def micro_batches(shape: MoeShape) -> int:
+    """Into how many equal parts the tokens are cut, by the model: more parts hide more, and read the weights once each."""
+    rows = shape.tokens // shape.devices
+    counts = [count for count in MICRO_BATCHES if rows % count == 0 and (count == 1 or rows // count >= LEAST_ROWS)]
+    return min(counts, key=lambda count: layer_time(shape, count))

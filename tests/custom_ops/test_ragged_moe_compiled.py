@@ -1,0 +1,116 @@
+"""One layer of 397B (hidden 4096, 512 experts of 1024, top-10, FP8 weights) compiled for eight cores of TPU7x."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from graphs_for_tpu import compiled_graph
+from jax.experimental import pallas as pl
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from custom_ops.implementations import implementation
+from custom_ops.ragged_moe.layer import with_experts
+from custom_ops.tpu_compiler import compile_jax, device_mesh
+
+HIDDEN, EXPERTS, TOP_K, WIDTH = 4096, 512, 10, 1024
+AXES = ("chip", "core")
+COLUMNS = HIDDEN + 8 * (1 + TOP_K + TOP_K // 2)
+"""Bytes of a token on the wire: its row, and four bits a byte of its scale, its weights and its experts (two in a word)."""
+
+
+def experts(rows, expert, weight, gate_up, down, gate_up_scale, down_scale, *, num_experts, row_scale):
+    """A kernel that stands where the experts do: what is looked at here lies around it."""
+    arrays = (rows, row_scale, expert, weight, gate_up, down, gate_up_scale, down_scale)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        lambda *refs: None,
+        name="experts",
+        in_specs=[anywhere] * len(arrays),
+        out_specs=anywhere,
+        out_shape=jax.ShapeDtypeStruct(rows.shape, jnp.bfloat16),
+        # Without it XLA takes the kernel for too short to hide anything behind it.
+        cost_estimate=pl.CostEstimate(flops=10**11, bytes_accessed=gate_up.size + down.size, transcendentals=0),
+    )(*arrays)
+
+
+@functools.cache
+def compiled(tokens: int, micro_batches: int = 1, token_axes: tuple[str, ...] = AXES) -> jax.stages.Compiled:
+    layer = functools.partial(
+        with_experts(experts), top_k=TOP_K, token_axes=token_axes, expert_axes=AXES, wire="float8_e4m3fn", sum_dtype="bfloat16",
+        micro_batches=micro_batches, reduce_scatter=implementation("reduce_scatter", "tpu"),
+    )  # fmt: skip
+    mesh = device_mesh(AbstractMesh((4, 2), AXES))
+    rows, split = PartitionSpec(token_axes or None), PartitionSpec(AXES)
+    specs = (rows,) * 3 + (split,) * 4
+    shapes = [
+        ((tokens, HIDDEN), "bfloat16"), ((tokens, EXPERTS), "float32"), ((tokens,), "bool"),
+        ((EXPERTS, 2 * WIDTH, HIDDEN), "float8_e4m3fn"), ((EXPERTS, HIDDEN, WIDTH), "float8_e4m3fn"),
+        ((EXPERTS, 2 * WIDTH), "float32"), ((EXPERTS, HIDDEN), "float32"),
+    ]  # fmt: skip
+    arguments = [
+        jax.ShapeDtypeStruct(*shape, sharding=NamedSharding(mesh, spec)) for shape, spec in zip(shapes, specs, strict=True)
+    ]
+    return compile_jax(jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False), *arguments)
+
+
+def schedule(hlo: str) -> list[str]:
+    """Names of the entry computation's instructions, in their order."""
+    return re.findall(r"^\s+(?:ROOT )?%(\S+) = ", hlo[hlo.index("\nENTRY ") :], re.MULTILINE)
+
+
+def collectives(hlo: str) -> dict[str, int]:
+    names = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+    found = {name: len(re.findall(rf" {name}(?:-start)?\(", hlo)) for name in names}
+    kernels = len([name for name in schedule(hlo) if name.startswith("reduce_scatter")])
+    return {name: count for name, count in (found | {"kernel": kernels}).items() if count}
+
+
+@pytest.mark.parametrize("tokens", [64, 8192])
+def test_one_all_gather_and_one_reduce_scatter(tokens):
+    hlo = compiled(tokens).as_text()
+    assert collectives(hlo) == {"all-gather": 1, "kernel": 1}
+    (gathered,) = re.findall(r" = (\S+?)\{\S* all-gather\(", hlo)
+    assert gathered == f"f8e4m3fn[{tokens},{COLUMNS}]"
+
+
+def test_memory_and_no_dense_array():
+    program = compiled(8192)
+    assert program.memory_analysis().temp_size_in_bytes < 256 * 2**20
+    shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"[a-z]\w*\[([\d,]+)\]", program.as_text())}
+    weights = {(EXPERTS // 8, 2 * WIDTH, HIDDEN), (EXPERTS // 8, HIDDEN, WIDTH)}
+    assert max(map(math.prod, shapes - weights)) == 8192 * COLUMNS
+
+
+def test_cores_of_a_chip_that_share_tokens_gather_their_halves_from_each_other():
+    hlo = compiled(8192, token_axes=("chip",)).as_text()
+    assert collectives(hlo) == {"all-gather": 2, "kernel": 1}
+    gathered = re.findall(r" = (\S+?)\{\S* all-gather\(.*?replica_groups=(\{\{.*?\}\}|\S+?),", hlo)
+    assert {shape for shape, _ in gathered} == {f"f8e4m3fn[8192,{COLUMNS}]", f"bf16[2048,{HIDDEN}]"}
+
+
+def test_a_micro_batch_travels_while_the_one_before_is_computed():
+    """The second all-gather starts before the first experts and is waited for after them."""
+    program = compiled(8192, micro_batches=2)
+    names = schedule(program.as_text())
+    assert collectives(program.as_text()) == {"all-gather": 2, "kernel": 2}
+    first, second = [number for number, name in enumerate(names) if name.startswith("experts")]
+    numbered = list(enumerate(names))
+    started, done = (
+        max(number for number, name in numbered if re.match(rf"all-gather.*-{what}", name)) for what in ("start", "done")
+    )
+    assert started < first < done < second
+    assert program.memory_analysis().temp_size_in_bytes < 256 * 2**20
+
+
+@pytest.mark.spmd
+def test_the_operation_in_a_graph_of_torch_xla():
+    """With the switches that the model takes by itself on a TPU."""
+    graph = compiled_graph("experts")
+    assert "ragged_moe" in graph["operations"]
+    assert graph["gathered"] == [f"f8e4m3fn[64,{COLUMNS}]"]
+    assert len([name for name in graph["kernels"] if name.startswith("reduce_scatter")]) == 1

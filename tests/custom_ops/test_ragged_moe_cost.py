@@ -1,0 +1,48 @@
+"""The model of time of the exchange: what it says of 397B, and how many micro-batches follow."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from custom_ops.ragged_moe.cost import MoeShape, all_gather_time, experts_bound, layer_time, micro_batches, wire_bytes
+
+SHAPE = MoeShape(4, 2, 8192, 4096, 512, 10, 1024, "float8_e4m3fn", "float8_e4m3fn")
+
+
+def of(**sizes) -> MoeShape:
+    return dataclasses.replace(SHAPE, **sizes)
+
+
+def test_bytes_of_a_token():
+    assert wire_bytes(SHAPE) == 4096 + 128 and wire_bytes(of(wire="bfloat16")) == 2 * (4096 + 60)
+
+
+@pytest.mark.parametrize("wire, published", [("bfloat16", 559e-6), ("float8_e4m3fn", 283e-6)])
+def test_the_all_gather_takes_what_was_published_and_its_routing(wire, published):
+    rows = 4096 * (2 if wire == "bfloat16" else 1)
+    assert all_gather_time(of(wire=wire)) == pytest.approx(published * wire_bytes(of(wire=wire)) / rows, rel=0.03)
+
+
+def test_few_tokens_read_few_experts():
+    read = [experts_bound(of(tokens=tokens)) for tokens in (8, 64, 512, 4096)]
+    assert read == sorted(read) and read[1] / read[2] == pytest.approx(367 / 512, rel=0.01)
+
+
+def test_matrix_work_bounds_many_tokens():
+    assert experts_bound(of(tokens=65536)) == pytest.approx(2 * experts_bound(of(tokens=32768)))
+    assert experts_bound(of(tokens=65536, wire="bfloat16")) == pytest.approx(2300 / 1155 * experts_bound(of(tokens=65536)))
+
+
+@pytest.mark.parametrize("tokens, expected", [(8, 1), (64, 1), (1024, 1), (8192, 1), (8 * 4096, 2)])
+def test_micro_batches(tokens, expected):
+    """One while reading the experts again would cost more than what is hidden behind them."""
+    assert micro_batches(of(tokens=tokens)) == expected
+
+
+def test_micro_batches_divide_the_tokens_and_are_worth_it():
+    shape = of(tokens=8 * 4099)  # a prime number of rows
+    assert micro_batches(shape) == 1
+    shape = of(tokens=8 * 4096)
+    assert layer_time(shape, 2) < layer_time(shape, 1)

@@ -1,0 +1,60 @@
+"""The process that traces and compiles one graph, started by `compile`: `python -m torchqwen_tpu.planning.child CONFIG FOLDER`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch_xla.runtime as xr
+
+from custom_ops.tpu_compiler import compile_graph
+from torchqwen_tpu.planning.config import read_config
+from torchqwen_tpu.planning.request import Graph
+from torchqwen_tpu.planning.trace import Input, trace
+
+
+def main(config_file: str, folder: str) -> None:
+    """Writes hlo and result.json into `folder`."""
+    graph = Graph(**json.loads((Path(folder) / "graph.json").read_text()))
+    result = Path(folder) / "result.json"
+    try:
+        answer = _compile(Path(config_file), graph, Path(folder) / "hlo")
+    except ValueError as error:
+        answer = {"error": str(error), "kind": "value"}
+    except Exception as error:  # the compiler's own exception type is not public
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        answer = {"error": str(error), "kind": "memory"}
+    result.write_text(json.dumps(answer))
+
+
+def _compile(config_file: Path, graph: Graph, hlo: Path) -> dict:
+    if graph.chips * graph.cores > 1:
+        xr.use_spmd()
+    traced = trace(read_config(config_file), graph)
+    executable = compile_graph(
+        traced.outputs, [entry.tensor for entry in traced.inputs], [entry.spec for entry in traced.inputs], traced.mesh,
+        donated=traced.donated, topology_name=graph.topology,
+    )  # fmt: skip
+    hlo.write_text(executable.hlo_modules()[0].to_string())
+    stats = executable.get_compiled_memory_stats()
+    names = ("argument", "output", "alias", "temp", "generated_code")
+    memory = {name: getattr(stats, f"{name}_size_in_bytes") for name in names}
+    sizes = dict(zip(traced.mesh.axis_names, traced.mesh.axis_sizes, strict=True))
+    return {"memory": memory, "arguments": [_local(entry, sizes) for entry in traced.inputs]}
+
+
+def _local(entry: Input, sizes: dict[str, int]) -> tuple[str, int, list[int]]:
+    shape = list(entry.tensor.shape)
+    for axis, split in enumerate(entry.spec):
+        for name in () if split is None else (split,) if isinstance(split, str) else split:
+            shape[axis] //= sizes[name]
+    size = entry.tensor.element_size()
+    for length in shape:
+        size *= length
+    return entry.part, size, shape
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

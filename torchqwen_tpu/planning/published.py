@@ -1,0 +1,60 @@
+"""Published timings that a plan can be held against: Google's Qwen 3.5-397B-A17B in FP8 on one VM of Ironwood (July and August
+2026), the collectives of the same work (pull requests of github.com/vllm-project/tpu-inference), and the cost model's error.
+
+`python -m torchqwen_tpu.planning.published` prints what needs no plan.
+"""
+
+from __future__ import annotations
+
+from custom_ops.cost_model import TPU7X, Links, collective_time
+from torchqwen_tpu.planning.result import Plan
+
+DECODE_STEP = 16.36e-3
+DECODE_ROOFLINE = (12.6e-3, 14.5e-3)
+"""Google's own, at peak and at measured bandwidth."""
+THROUGHPUT = {(8192, 1024): (3707, 4945), (1024, 8192): (677, 795)}
+"""Input and output tokens → tokens a second and chip, in July and in August."""
+HOST = Links(8, 4, (2, 2))
+COLLECTIVES = (
+    ("all-gather of 8,192 × 4,096 in BF16, 8 cores", "all-gather", 8192 * 4096 * 2, 559e-6),
+    ("all-gather of 8,192 × 4,096 in FP8, 8 cores", "all-gather", 8192 * 4096, 283e-6),
+)
+"""The number of rows is our inference: it is not stated."""
+
+Row = tuple[str, str, str, float]
+"""What, published, modelled, relative difference."""
+
+
+def collective_rows() -> list[Row]:
+    rows = []
+    for what, kind, size, published in COLLECTIVES:
+        modelled = collective_time(kind, size, HOST, TPU7X)
+        rows.append((what, f"{1e6 * published:.0f} µs", f"{1e6 * modelled:.0f} µs", modelled / published - 1))
+    return rows
+
+
+def comparisons(plan: Plan) -> list[Row]:
+    """Rows for a plan of 397B for 64 requests on tpu7x:2x2x1, else none."""
+    request, best = plan.request, plan.best
+    published = THROUGHPUT.get((request.input_len, request.output_len))
+    if request.topology != "tpu7x:2x2x1" or request.concurrency != 64 or not published or not best.steps:
+        return []
+    if not 390e9 < sum(plan.parameters.values()) < 400e9:
+        return []
+    rows = collective_rows()
+    step, bound = best.time_per_output_token, best.steps["decode, start"].roofline
+    rows.append(("decode step", f"{1e3 * DECODE_STEP:.2f} ms", f"{1e3 * step:.2f} ms", step / DECODE_STEP - 1))
+    for name, theirs, ours in (
+        ("roofline of decode, peak", DECODE_ROOFLINE[0], bound.peak),
+        ("roofline of decode, measured bandwidth", DECODE_ROOFLINE[1], bound.derated),
+    ):
+        rows.append((name, f"{1e3 * theirs:.1f} ms", f"{1e3 * ours:.1f} ms", ours / theirs - 1))
+    ours = best.tokens_per_second_chip["mixed"]
+    for when, theirs in zip(("July", "August"), published, strict=True):
+        rows.append((f"tokens/s/chip, {when}", f"{theirs:,}", f"{ours:,.0f}", ours / theirs - 1))
+    return rows
+
+
+if __name__ == "__main__":
+    for what, published, modelled, error in collective_rows():
+        print(f"{what}: published {published}, modelled {modelled} ({error:+.1%})")

@@ -1,0 +1,108 @@
+"""What a plan says, as data. Every time is modelled."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from torchqwen_tpu.planning.memory import Memory
+from torchqwen_tpu.planning.request import PlanRequest
+from torchqwen_tpu.planning.roofline import Roofline
+from torchqwen_tpu.planning.simulate import Collective, Cost, Event
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kind of step; times in seconds, of one step.
+
+    Args:
+        kind: 'prefill', 'mixed', 'decode, start' or 'decode, end'.
+        tokens: that it takes, on all devices.
+        costs: by class of instruction; collectives: with `runs` in one step.
+        events: a timeline of the graph, for one layer or period of layers.
+        unknown_loops: operations whose loops nothing was known of; they count once.
+    """
+
+    kind: str
+    seconds: float
+    tokens: int
+    costs: dict[str, Cost]
+    collectives: tuple[Collective, ...]
+    roofline: Roofline
+    events: tuple[Event, ...] = field(repr=False)
+    unknown_loops: tuple[str, ...] = ()
+
+    @property
+    def binds(self) -> str:
+        """What most of the time goes to."""
+        sums = {
+            "HBM": sum(cost.by_bytes for cost in self.costs.values()),
+            "bundles": sum(cost.by_bundles for cost in self.costs.values()),
+            "collectives": sum(c.waiting for name, c in self.costs.items() if any(k.kind in name for k in self.collectives)),
+        }
+        sums["other waits"] = sum(cost.waiting for cost in self.costs.values()) - sums["collectives"]
+        return max(sums, key=sums.get)
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    """One layout; `error` says why the compiler refused it, and the rest is then empty.
+
+    tokens_per_second_chip: input and output tokens a second and chip over whole requests; `mixed` with prefill chunks that
+    carry decoding sequences, `separate` with prefill first.
+    """
+
+    layout: str
+    ranks: int
+    memory: Memory | None = None
+    steps: dict[str, Step] = field(default_factory=dict)
+    time_to_first_token: float = 0.0
+    time_to_first_token_burst: float = 0.0
+    time_per_output_token: float = 0.0
+    tokens_per_second_chip: dict[str, float] = field(default_factory=dict)
+    compile_seconds: float = 0.0
+    error: str | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.memory is not None and self.memory.fits
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `torchqwen_tpu.plan` returns."""
+
+    request: PlanRequest
+    chips: int
+    cores: int
+    parameters: dict[str, int]
+    layouts: tuple[LayoutPlan, ...]
+
+    @property
+    def best(self) -> LayoutPlan:
+        """The fastest layout of those that fit; without one, the one that is short of least."""
+        fitting = [layout for layout in self.layouts if layout.fits]
+        if fitting:
+            return max(fitting, key=lambda layout: layout.tokens_per_second_chip["mixed"])
+        return max(self.layouts, key=lambda layout: layout.memory.left if layout.memory else float("-inf"))
+
+    @property
+    def fits(self) -> bool:
+        return self.best.fits
+
+    def to_dict(self) -> dict:
+        """For JSON: everything but the timelines."""
+        answer = dataclasses.asdict(self)
+        for layout, entry in zip(self.layouts, answer["layouts"], strict=True):
+            entry["fits"] = layout.fits
+            if layout.memory:
+                entry["memory"] |= {
+                    "used": layout.memory.used, "left": layout.memory.left,
+                    "largest_concurrency": layout.memory.largest_concurrency, "largest_context": layout.memory.largest_context,
+                }  # fmt: skip
+            for kind, step in layout.steps.items():
+                entry["steps"][kind].pop("events")
+                entry["steps"][kind]["binds"] = step.binds
+        answer["note"] = "All times are modelled (custom_ops/cost_model.py), none is measured."
+        answer["best"] = self.best.layout
+        return answer
