@@ -37,8 +37,9 @@ def attention_statistics(
         valid: [T] bool, which rows are tokens.
         head_axes: mesh axes that split the heads.
     """
-    sequence, turn, present = sample_sequences(query_length, context_length, ROWS)
-    length, times = query_length[sequence], -(-ROWS // present)
+    rows = min(ROWS, query.shape[0])
+    sequence, turn, present = sample_sequences(query_length, context_length, rows)
+    length, times = query_length[sequence], -(-rows // present)
     place = length - 1 - length * turn // times
     position = context_length[sequence] + place
     sampled = (position + 1 >= FEWEST_KEYS) & (length > 0)
@@ -46,7 +47,7 @@ def attention_statistics(
     keys, seen = _keys(pool, table, sequence, position)
     heads = keys.shape[2]
     row = jnp.clip(query_start[sequence] + place, 0, query.shape[0] - 1)
-    grouped = query[row].astype(jnp.float32).reshape(ROWS, heads, -1, query.shape[-1]) * scale
+    grouped = query[row].astype(jnp.float32).reshape(rows, heads, -1, query.shape[-1]) * scale
     logits = jnp.einsum("rhgd,rlhd->rhgl", grouped, keys)
     seen = (seen & sampled[:, None])[:, None, None, :]
     weights = jnp.exp(logits - jnp.max(jnp.where(seen, logits, -1e30), axis=-1, keepdims=True))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from custom_ops.monitoring.finite import BROKEN_BY_MLP
+from custom_ops.ragged_moe.routing import route
 
 ROUTING = ("tokens", "entropy", "entropy_min", "largest_min", "largest_max", "flushed")
 """First columns: tokens, the sum of their routers' entropies and the smallest one, in nats; smallest and largest over the
@@ -30,9 +31,14 @@ def routing_statistics(rows, router_logits, valid, finiteness, *, top_k: int):
     logits = router_logits.astype(jnp.float32)
     log = jax.nn.log_softmax(logits, axis=-1)
     entropy = -jnp.sum(jnp.exp(log) * log, axis=-1)
-    _, expert = lax.top_k(logits, top_k)
+    expert, _ = route(router_logits, valid, top_k=top_k)  # the very call of `ragged_moe`: XLA computes it once
     chosen = expert.reshape(-1, 1) == jnp.arange(logits.shape[-1])
-    loads = [jnp.sum(chosen & jnp.repeat(own, top_k)[:, None], axis=0, dtype=jnp.float32) for own in (valid, broken)]
+
+    def of_broken():
+        return jnp.sum(chosen & jnp.repeat(broken, top_k)[:, None], axis=0, dtype=jnp.float32)
+
+    spoilt = lax.cond(jnp.any(broken), of_broken, lambda: jnp.zeros(logits.shape[-1]))
+    loads = [jnp.sum(chosen, axis=0, dtype=jnp.float32), spoilt]
     size = jnp.abs(rows.astype(jnp.float32))
     largest = jnp.max(size, axis=-1)
     flushed = jnp.sum((size > 0) & (size * FP8_RANGE < largest[:, None]), axis=-1)

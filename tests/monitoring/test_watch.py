@@ -87,32 +87,37 @@ def test_two_watches_at_once_are_refused(small):
         pass
 
 
-def test_a_nan_in_one_experts_weights(small):
+@torch.no_grad()
+def test_a_nan_in_one_experts_weights(small, small_reference):
     """Layer, expert and first token are named."""
+    logits = small_reference(torch.tensor(ROWS[:1]), output_router_logits=True).router_logits[1]
+    first = int((logits.topk(3).indices == 5).any(1).nonzero()[0])
+
     def plant(weights):
         weights[5, 0, 0] = float("nan")
 
-    experts = small.model.layers[1].mlp.experts
-    with monitoring.watch(small) as healthy:
-        forward(small)
-    assert not healthy.findings
-    with changed(experts.gate_up_proj, plant):
-        (finding,) = [one for one in findings(small, forward) if one.kind == "not_finite"]
-    assert finding.layer == 1
+    with changed(small.model.layers[1].mlp.experts.gate_up_proj, plant):
+        (finding,) = findings(small, forward)
+    assert (finding.kind, finding.layer) == ("not_finite", 1)
     assert "after the experts" in finding.message and "went to expert 5" in finding.message
+    assert f"token {first} of sequence 0" in finding.message
 
 
-def test_the_first_token_that_is_not_finite(small):
-    """An embedding that is infinite shows in the first layer, at its token, also while generating."""
-    token, place = ROWS[1][11], ROWS[1].index(ROWS[1][11])
+def test_a_nan_that_only_decoding_meets(small, tmp_path):
+    """Every decode step is looked at: the token that is not finite is found wherever it lies among those of one go."""
+    stream = tmp_path / "steps.jsonl"
+    prompt = torch.tensor(ROWS[1:2])
+    new = small.generate(prompt, max_new_tokens=20, do_sample=False)[0].tolist()
+    fresh = next(number for number in range(len(ROWS[1]), len(new) - 1) if new[number] not in new[:number])
 
     def plant(weights):
-        weights[token] = float("inf")
+        weights[new[fresh]] = float("nan")
 
-    with changed(small.model.embed_tokens.weight, plant):
-        found = findings(small, lambda model: model(torch.tensor(ROWS[1:2])))
-    (finding,) = [one for one in found if one.kind == "not_finite"]
-    assert finding.layer == 0 and f"token {place} of sequence 0" in finding.message
+    with changed(small.model.embed_tokens.weight, plant), pytest.warns(NumericalWarning, match=f"token {fresh} of sequence 0"):
+        with monitoring.watch(small, stream=stream):
+            small.generate(prompt, max_new_tokens=20, do_sample=False)
+    broken = [one for line in stream.read_text().splitlines() for one in json.loads(line)["not_finite"]]
+    assert (broken[0]["layer"], broken[0]["position"], broken[0]["tokens"]) == (0, fresh, 1)
 
 
 @torch.no_grad()

@@ -20,8 +20,9 @@ def watch(
     """Watch the numbers of a model in everything that it computes inside the `with` block.
 
     Forward, generation and scoring alike: each prefill step is looked at, and of the decode steps that run in one go the
-    first. NaN and infinity are looked for in every step and every token. Steps that are watched compile once more;
-    afterwards those without a watch run as before.
+    first. NaN and infinity are looked for in every step and every token. (In prefill, Gated DeltaNet and attention work on
+    blocks of tokens, and one that is not finite spoils its whole block: there the first token named is the block's.) Steps
+    that are watched compile once more; afterwards those without a watch run as before.
 
     Args:
         limits: what to warn beyond; each layer and limit warns once (`NumericalWarning`).

@@ -76,6 +76,10 @@ class Statistics:
             ("routing", every if self.experts else [], len(ROUTING) + 2 * self.experts),
         ]
 
+    def any_not_finite(self, statistics: np.ndarray) -> np.ndarray:
+        """[steps, ranks, width] → [steps] bool."""
+        return statistics[:, :, : len(FINITE) * len(self.kinds)].any((1, 2))
+
     def unpack(self, statistics: np.ndarray) -> StepStatistics:
         """[ranks, width] of one step, by part."""
         first, parts = 0, {}

@@ -107,7 +107,7 @@ def build_sides(
     settings: tuple[Settings, Settings], model: str, dtype: str, parallel: ParallelConfig, length: int
 ) -> tuple[Side, Side]:
     """Both sides, loaded. Where only the way of running differs they share the weights."""
-    loaded: dict[tuple[str, str], CausalLM] = {}
+    loaded: dict[tuple, CausalLM] = {}
 
     def side(own: Settings) -> Side:
         name, own_dtype = own.model or model, own.dtype or dtype
@@ -115,7 +115,7 @@ def build_sides(
         load_config(folder)  # refuses what is not a checkpoint of this family
         if own.implementation == TRANSFORMERS:
             return TransformersSide(folder, own_dtype)
-        key = (str(folder), own_dtype)
+        key = (folder, own_dtype, own.runtime.scan_layers, own.runtime.quantization)
         if key not in loaded:
             loaded[key] = AutoModelForCausalLM.from_pretrained(folder, dtype=own_dtype, parallel=parallel, runtime=own.runtime)
         return OurSide(_running(loaded[key], own.runtime), length)

@@ -91,55 +91,83 @@ def layer_summaries(recorder: Statistics, step: StepStatistics, devices: int) ->
     summaries = [{"layer": number, "kind": kind} for number, kind in enumerate(recorder.kinds)]
     full = [entry for entry in summaries if entry["kind"] != "linear_attention"]
     linear = [entry for entry in summaries if entry["kind"] == "linear_attention"]
-    for entry, ranks in zip(full, step.attention, strict=True):
-        ranks = ranks[ranks[:, 0] > 0]
-        if len(ranks):
-            columns = dict(zip(ATTENTION, ranks.T, strict=True))
-            heads = columns["heads"].sum()
-            entry["attention"] = _plain({
-                "logit_min": columns["logit_min"].min(),
-                "logit_max": columns["logit_max"].max(),
-                "logit_bound": columns["logit_bound"].max(),
-                "saturated": columns["saturated"].sum() / heads,
-                "entropy": columns["entropy"].sum() / heads,
-            })  # fmt: skip
-    for entry, gates, states in zip(linear, step.gates, step.states, strict=True):
-        held = states[..., 1] > 0
-        if held.any():
-            gates = gates[held.any(1)]  # of ranks that hold tokens
-            entry["gates"] = _plain({name: (values.min if name.endswith("min") else values.max)()
-                                     for name, values in zip(GATES, gates.T, strict=True)})  # fmt: skip
-            rank, sample = np.nonzero(held)
-            entry["states"] = [
-                {"rank": int(r), "sequence": int(states[r, s, 0]), "position": int(states[r, s, 1]),
-                 "norm": _number(states[r, s, 2])}
-                for r, s in zip(rank, sample, strict=True)
-            ]  # fmt: skip
-    for entry, ranks in zip(summaries, step.routing, strict=False):
-        tokens = ranks[:, 0].sum()
-        if tokens:
-            load = ranks[:, len(ROUTING) : len(ROUTING) + recorder.experts]
-            total, by_device = load.sum(0), load.sum(0).reshape(devices, -1).sum(1)
-            entry["router"] = _plain({
-                "tokens": tokens, "entropy": ranks[:, 1].sum() / tokens, "entropy_min": ranks[:, 2].min(),
-                "busiest_expert": total.argmax(), "busiest_share": total.max() / tokens,
-                "idle_experts": (total == 0).sum(), "imbalance": total.max() / total.mean(),
-                "device_imbalance": by_device.max() / by_device.mean(), "largest_min": ranks[:, 3].min(),
-                "largest_max": ranks[:, 4].max(), "fp8_flushed_a_token": ranks[:, 5].sum() / tokens,
-            })  # fmt: skip
-            # Which experts the tokens of each data-parallel rank went to may differ: its own busiest one and share.
-            entry["router"]["ranks"] = [
-                {"tokens": int(own[0]), "busiest_expert": int(row.argmax()), "busiest_share": float(row.max() / max(own[0], 1))}
-                for own, row in zip(ranks, load, strict=True)
-            ]  # fmt: skip
+    for entry, attention in zip(full, _attention(step.attention), strict=False):
+        entry["attention"] = attention
+    for entry, gates, states in zip(linear, _gates(step), _states(step.states), strict=False):
+        entry |= {"gates": gates, "states": states}
+    for entry, router in zip(summaries, _routers(step.routing, recorder.experts, devices), strict=False):
+        entry["router"] = router
     return summaries
 
 
-def _plain(values: dict) -> dict:
-    return {name: _number(value) for name, value in values.items()}
+def _attention(attention: np.ndarray) -> list[dict]:
+    columns = dict(zip(ATTENTION, np.moveaxis(attention, -1, 0), strict=True))
+    sampled, heads = columns["heads"] > 0, columns["heads"].sum(1)
+    if not sampled.any():
+        return []
+    return _by_layer({
+        "logit_min": np.where(sampled, columns["logit_min"], np.inf).min(1),
+        "logit_max": np.where(sampled, columns["logit_max"], -np.inf).max(1),
+        "logit_bound": columns["logit_bound"].max(1),
+        "saturated": columns["saturated"].sum(1) / heads,
+        "entropy": columns["entropy"].sum(1) / heads,
+    })  # fmt: skip
 
 
-def _number(value) -> float | int | None:
+def _gates(step: StepStatistics) -> list[dict]:
+    ranks = (step.states[..., 1] > 0).any((0, 2)) if len(step.states) else np.zeros(0, bool)  # those that hold tokens
+    if not ranks.any():
+        return []
+    gates = step.gates[:, ranks]
+    smallest, largest = gates.min(1), gates.max(1)
+    return _by_layer({
+        name: (smallest if name.endswith("min") else largest)[:, number] for number, name in enumerate(GATES)
+    })  # fmt: skip
+
+
+def _states(states: np.ndarray) -> list[list[dict]]:
+    return [
+        [
+            {"rank": rank, "sequence": int(sequence), "position": int(position), "norm": _number(norm)}
+            for rank, samples in enumerate(layer)
+            for sequence, position, norm in samples
+            if position
+        ]
+        for layer in states.tolist()
+    ]
+
+
+def _routers(routing: np.ndarray, experts: int, devices: int) -> list[dict]:
+    if not routing.size or not routing[..., 0].any():
+        return []
+    own, load = routing[..., 0], routing[..., len(ROUTING) : len(ROUTING) + experts]
+    tokens, total = own.sum(1), load.sum(1)
+    by_device = total.reshape(len(total), devices, -1).sum(2)
+    routers = _by_layer({
+        "tokens": tokens.astype(int), "entropy": routing[..., 1].sum(1) / tokens, "entropy_min": routing[..., 2].min(1),
+        "busiest_expert": total.argmax(1), "busiest_share": total.max(1) / tokens, "idle_experts": (total == 0).sum(1),
+        "imbalance": total.max(1) / total.mean(1), "device_imbalance": by_device.max(1) / by_device.mean(1),
+        "largest_min": routing[..., 3].min(1), "largest_max": routing[..., 4].max(1),
+        "fp8_flushed_a_token": routing[..., 5].sum(1) / tokens,
+    })  # fmt: skip
+    busiest, share = load.argmax(2).tolist(), (load.max(2) / np.maximum(own, 1)).tolist()
+    # The tokens of each data-parallel rank may prefer experts of their own.
+    for router, *ranks in zip(routers, own.astype(int).tolist(), busiest, share, strict=True):
+        router["ranks"] = [
+            {"tokens": count, "busiest_expert": expert, "busiest_share": _number(part)}
+            for count, expert, part in zip(*ranks, strict=True)
+        ]
+    return routers
+
+
+def _by_layer(columns: dict[str, np.ndarray]) -> list[dict]:
+    """Arrays [layers] by name → a dictionary a layer."""
+    rows = zip(*(values.tolist() for values in columns.values()), strict=True)
+    return [{name: _number(value) for name, value in zip(columns, row, strict=True)} for row in rows]
+
+
+def _number(value: float | int) -> float | int | None:
     """As JSON has it: None for what is not finite."""
-    value = value.item()
-    return value if isinstance(value, int) else (float(f"{value:.6g}") if math.isfinite(value) else None)
+    if isinstance(value, int):
+        return value
+    return float(f"{value:.6g}") if math.isfinite(value) else None

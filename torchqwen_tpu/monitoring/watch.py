@@ -65,12 +65,12 @@ class Watch(AbstractContextManager):
         """See `Observer`."""
         self._take(Place.of_extend(shape, header), records)
 
-    def decoded(self, shape: DecodeShape, header: torch.Tensor, tokens: np.ndarray, records: Records) -> None:
+    def decoded(self, shape: DecodeShape, header: torch.Tensor, records: Records) -> None:
         """See `Observer`."""
         self._take(Place.of_decode(shape, header), records)
 
     def _take(self, place: Place, records: Records) -> None:
-        # One step behind, so that looking never makes the host wait for the device.
+        # One step behind: the host looks at the last step while the device works on this one.
         self.settle()
         self._pending = place, records["statistics"]
 
@@ -80,12 +80,14 @@ class Watch(AbstractContextManager):
             return
         (place, tensor), self._pending = self._pending, None
         values = self.model.mesh.get(tensor).numpy()
-        steps = [self.recorder.unpack(step) for step in (values if place.is_decode else values[None])]
-        broken = [entry for number, step in enumerate(steps) for entry in not_finite(self.recorder, step, place, number)]
-        self._look(steps[0], place)
+        values = values if place.is_decode else values[None]
+        first, broken = self.recorder.unpack(values[0]), []
+        for number in np.flatnonzero(self.recorder.any_not_finite(values)):
+            broken += not_finite(self.recorder, self.recorder.unpack(values[number]), place, int(number))
+        self._look(first, place)
         self._warn_not_finite(broken)
         if self._stream is not None:
-            layers = layer_summaries(self.recorder, steps[0], self.model.mesh.devices)
+            layers = layer_summaries(self.recorder, first, self.model.mesh.devices)
             entry = {"step": self.steps, "kind": place.kind, "tokens": place.tokens, "not_finite": broken, "layers": layers}
             self._stream.write(json.dumps(entry) + "\n")
         self.steps += 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 from torchqwen_tpu.batch import RaggedBatch
@@ -33,7 +32,7 @@ class Extended(NamedTuple):
 
 
 class Observer(Protocol):
-    """Sees every step of a model while it is `Steps.observer`.
+    """Sees every step of a model while it is `Steps.observer`, as soon as it is on its way.
 
     Attributes:
         recorder: what it wants kept of each step.
@@ -42,10 +41,10 @@ class Observer(Protocol):
     recorder: Recorder
 
     def extended(self, shape: ExtendShape, header: torch.Tensor, records: Records) -> None:
-        """A step has taken the tokens of `header` (as `shape.header` packs it, on the host)."""
+        """A step takes the tokens of `header` (as `shape.header` packs it, on the host)."""
 
-    def decoded(self, shape: DecodeShape, header: torch.Tensor, tokens: np.ndarray, records: Records) -> None:
-        """Decode steps have run: `tokens` as `Steps.decode` returns them, records with an axis of steps before theirs."""
+    def decoded(self, shape: DecodeShape, header: torch.Tensor, records: Records) -> None:
+        """Decode steps run; records have an axis of steps before their own."""
 
 
 def recorded(
