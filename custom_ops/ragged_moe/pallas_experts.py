@@ -35,8 +35,9 @@ VMEM_BYTES = 62 * 2**20
 
 
 class Operands(NamedTuple):
-    """Rows and results are words (see `pallas_rows`); all but the scales is in HBM."""
+    """Rows and results are words (see `pallas_rows`); all but the layer and the scales is in HBM."""
 
+    layer: Any  # [1] in SMEM, of the stacks of weights
     rows: Any
     gate_up: Any
     down: Any
@@ -163,12 +164,12 @@ class _Kernel:
         """Start fetching a chunk, counted over the experts that take part, or wait for it."""
         chunks, size, width = self.plan.chunks, self.plan.chunk, self.plan.shape.width
         expert, part, slot = lax.div(number, jnp.int32(chunks)), lax.rem(number, jnp.int32(chunks)), self.slot(number)
-        expert = self.work.expert[expert] if act == START else 0
+        expert, layer = (self.work.expert[expert], self.operands.layer[0]) if act == START else (0, 0)
         gate, up = (pl.ds(pl.multiple_of(half * width + part * size, size), size) for half in range(2))
         copies = (
-            (self.operands.gate_up.at[expert, gate], self.scratch.gate_up.at[slot, 0]),
-            (self.operands.gate_up.at[expert, up], self.scratch.gate_up.at[slot, 1]),
-            (self.operands.down.at[expert, :, gate], self.scratch.down.at[slot]),
+            (self.operands.gate_up.at[layer, expert, gate], self.scratch.gate_up.at[slot, 0]),
+            (self.operands.gate_up.at[layer, expert, up], self.scratch.gate_up.at[slot, 1]),
+            (self.operands.down.at[layer, expert, :, gate], self.scratch.down.at[slot]),
         )
         for source, target in copies:
             getattr(pltpu.make_async_copy(source, target, self.scratch.chunk_sem.at[slot]), act)()
@@ -266,11 +267,14 @@ def _scratch(plan: Plan, weight_dtype) -> Scratch:
     )
 
 
-def results_of_pairs(words, work: Work, gate_up, down, gate_up_scale, down_scale, plan: Plan, *, spare: int, interpret: bool):
+def results_of_pairs(
+    words, work: Work, layer, gate_up, down, gate_up_scale, down_scale, plan: Plan, *, spare: int, interpret: bool
+):
     """Every pair's result times the router's weight, at the pair's place.
 
     Args:
         words: the rows, by `pallas_rows.pack`.
+        layer: [] int32, which layer of the stacks `gate_up` and `down`, [layers, experts, ...].
         spare: rows behind the last result that a reader may fetch without a use for them, at least one.
 
     Returns:
@@ -279,6 +283,7 @@ def results_of_pairs(words, work: Work, gate_up, down, gate_up_scale, down_scale
     scratch = _scratch(plan, gate_up.dtype)
     used = [name for name, part in scratch._asdict().items() if part is not None]
     *scalars, _ = work  # where rows start is for who adds the results up
+    scalars.append(jnp.reshape(layer, 1))
     arrays, in_hbm = [words, gate_up, down], pl.BlockSpec(memory_space=pl.ANY)
     specs = [in_hbm] * len(arrays)
     by_block, by_channel = plan.shape.scales == "block", plan.shape.scales == "channel"
@@ -295,10 +300,10 @@ def results_of_pairs(words, work: Work, gate_up, down, gate_up_scale, down_scale
         scalar_refs, refs = refs[: len(scalars)], refs[len(scalars) :]
         array_refs, (results, *buffers) = refs[: len(arrays)], refs[len(arrays) :]
         scales = scalar_refs[-2:] if by_block else array_refs[3:] if by_channel else (None, None)
-        operands = Operands(*array_refs[:3], *scales, results)
+        *work_refs, layer = scalar_refs[: len(Work._fields)]
+        operands = Operands(layer, *array_refs[:3], *scales, results)
         parts = dict.fromkeys(Scratch._fields) | dict(zip(used, buffers, strict=True))
-        work_refs = Work(*scalar_refs[: len(Work._fields) - 1], None)
-        _Kernel(plan, work_refs, operands, Scratch(**parts), interpret).run()
+        _Kernel(plan, Work(*work_refs, None), operands, Scratch(**parts), interpret).run()
 
     return pl.pallas_call(
         kernel,

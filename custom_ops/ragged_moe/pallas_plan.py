@@ -55,9 +55,10 @@ class ExpertsShape:
 
     @classmethod
     def of(cls, rows, expert, gate_up, down, gate_up_scale, num_experts: int) -> ExpertsShape:
-        """From the arguments of `experts`."""
-        scales = "none" if gate_up_scale is None else "channel" if gate_up_scale.ndim == 2 else "block"
-        experts, hidden, width = down.shape
+        """From the arguments of `experts`; all weights and scales may be stacks of several layers."""
+        by_channel = gate_up_scale is not None and gate_up_scale.ndim == gate_up.ndim - 1
+        scales = "none" if gate_up_scale is None else "channel" if by_channel else "block"
+        experts, hidden, width = down.shape[-3:]
         return cls(*rows.shape[:1], expert.shape[1], experts, num_experts, hidden, width, str(gate_up.dtype), scales)
 
     @classmethod

@@ -11,6 +11,7 @@ of an expert on the border.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -24,7 +25,7 @@ from custom_ops.ragged_moe.quantized import check_scales
 
 def experts(
     rows, expert, weight, gate_up, down, gate_up_scale=None, down_scale=None, *,
-    num_experts, row_scale=None, interpret: bool = False,
+    num_experts, row_scale=None, layer=None, interpret: bool = False,
 ):  # fmt: skip
     """See `custom_ops.ragged_moe` for arguments and results.
 
@@ -36,13 +37,20 @@ def experts(
     Raises:
         ValueError: sizes that `pallas_plan.supports` refuses, scales that do not fit.
     """
-    check_scales(rows, gate_up, down, gate_up_scale, down_scale, row_scale)
+    stacks = (gate_up, down, gate_up_scale, down_scale)
+    if layer is None:  # stacks of one layer
+        layer, stacks = jnp.int32(0), tuple(None if part is None else part[None] for part in stacks)
+    # The kernel reads the weights where they lie; scales, a thousandth of them, are taken out of their stacks.
+    gate_up, down, *scales = stacks
+    gate_up_scale, down_scale = (None if stack is None else stack[layer] for stack in scales)
+    own = [jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype) for stack in (gate_up, down)]
+    check_scales(rows, *own, gate_up_scale, down_scale, row_scale)
     count, pad = len(rows), -len(rows) % SUBLANES
     if pad:  # rows that meet no expert
         rows, weight = (jnp.pad(part, ((0, pad), (0, 0))) for part in (rows, weight))
-        expert = jnp.pad(expert, ((0, pad), (0, 0)), constant_values=gate_up.shape[0])
+        expert = jnp.pad(expert, ((0, pad), (0, 0)), constant_values=gate_up.shape[1])
         row_scale = None if row_scale is None else jnp.pad(row_scale, (0, pad))
-    sizes = plan(ExpertsShape.of(rows, expert, gate_up, down, gate_up_scale, num_experts))
+    sizes = plan(ExpertsShape.of(rows, expert, *own, gate_up_scale, num_experts))
     words = pack(rows, row_scale, hidden=sizes.shape.hidden, interpret=interpret)
     pairs = sort_pairs(expert, weight, sizes)
     dtype = rows.dtype if rows.dtype == jnp.float32 else jnp.bfloat16
@@ -50,7 +58,7 @@ def experts(
     def one_pass(number, before):
         work = work_of_pass(pairs, number, sizes)
         results = results_of_pairs(
-            words, work, gate_up, down, gate_up_scale, down_scale, sizes, spare=PIECE, interpret=interpret
+            words, work, layer, gate_up, down, gate_up_scale, down_scale, sizes, spare=PIECE, interpret=interpret
         )
         return sum_by_row(results, work.row_start, before, sizes, dtype=dtype, interpret=interpret)
 

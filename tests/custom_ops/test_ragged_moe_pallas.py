@@ -14,7 +14,7 @@ from moe_experts_cases import routing, rows_of, weights
 from test_ragged_moe_experts import LOADS, check
 
 from custom_ops.implementations import implementation
-from custom_ops.ragged_moe import pallas_plan, pallas_tpu
+from custom_ops.ragged_moe import pallas_plan, pallas_tpu, reference, xla
 from custom_ops.ragged_moe.pallas_plan import ExpertsShape, plan, supports
 from custom_ops.ragged_moe.pallas_work import sort_pairs, work_of_pass
 from custom_ops.tpu_compiler import compile_jax
@@ -77,6 +77,19 @@ def test_chunks_go_round_the_ring(small_memory, form):
     assert sizes.chunks == 3 and sizes.slots < experts * sizes.chunks and sizes.pitch > sizes.words
     local = weights(experts, hidden, width, form)
     check(interpreted, *rows_of(40, hidden, "bfloat16"), expert, weight, local, experts)
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "fp8 by channel", "fp8 by block"])
+@pytest.mark.parametrize("experts", [reference.experts, xla.experts, interpreted], ids=["reference", "xla", "pallas"])
+def test_a_layer_of_stacks_is_that_layer(experts, form):
+    layers = [weights(LOCAL, HIDDEN, WIDTH, form, seed) for seed in range(3)]
+    stacks = [None if parts[0] is None else jnp.stack(parts) for parts in zip(*layers, strict=True)]
+    expert, weight = routing("uniform", 16, TOP_K, EXPERTS, LOCAL)
+    rows, _ = rows_of(16, HIDDEN, "bfloat16")
+    run = jax.jit(functools.partial(experts, num_experts=EXPERTS))
+    for number in (0, 2):
+        alone = run(rows, expert, weight, *layers[number])
+        np.testing.assert_array_equal(run(rows, expert, weight, *stacks, layer=jnp.int32(number)), alone)
 
 
 def test_more_pairs_than_a_pass_takes(small_memory):
