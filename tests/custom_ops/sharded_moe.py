@@ -93,7 +93,7 @@ def beside_a_token_that_is_no_number(layout: str) -> tuple[bool, bool]:
 
 def main() -> None:
     errors = {}
-    for implementation in IMPLEMENTATIONS["ragged_moe"]:
+    for implementation in ("reference", "xla"):
         for layout, token_axes in LAYOUTS.items():
             run = sharded(implementation, token_axes)
             for case in CASES:

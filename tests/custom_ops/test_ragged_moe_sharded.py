@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-OP = "ragged_moe"
 ROOT = Path(__file__).parents[2]
 
 
@@ -38,8 +37,8 @@ def errors(answers):
 
 @pytest.mark.parametrize("case", ["uniform", "skewed", "empty ranks", "one expert"])
 @pytest.mark.parametrize("layout", ["dp", "dp_tp", "tp"])
-def test_eight_devices_equal_one(implementation, errors, layout, case):
-    error, leaked = errors[f"{implementation} {layout} {case}"]
+def test_eight_devices_equal_one(errors, layout, case):
+    error, leaked = errors[f"xla {layout} {case}"]
     assert error <= 1e-5 and not leaked
 
 
