@@ -3,7 +3,8 @@
     python tests/checkpoint/large_checkpoint.py FOLDER [--layers 2] [--quantization keep]
 
 Writes the checkpoint (0.85 GB a layer) unless FOLDER holds it, and prints JSON: the speed of `cat` and of the load on files
-that are not in the page cache, and the most memory of the host that the load took beyond what the devices hold (which on a CPU is host memory too, and taken off).
+that are not in the page cache, and the most memory of the host that the load took beyond what the devices hold (which on a
+CPU is host memory too, and taken off).
 """
 
 from __future__ import annotations

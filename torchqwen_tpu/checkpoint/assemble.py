@@ -11,7 +11,7 @@ import torch
 
 from torchqwen_tpu.checkpoint.files import CheckpointFiles
 from torchqwen_tpu.checkpoint.forms import Filling, experts_scale_shape
-from torchqwen_tpu.checkpoint.fp8 import dequantize, quantize_channels, row_scales, widen
+from torchqwen_tpu.checkpoint.fp8 import dequantize, quantize_channels, row_scales
 from torchqwen_tpu.checkpoint.header import CheckpointError
 from torchqwen_tpu.checkpoint.layout import WeightLayout
 from torchqwen_tpu.checkpoint.names import Source, scale_of
@@ -94,7 +94,7 @@ class Assembler:
         return quantized, scale
 
     def _note_error(self, name: str, weight: torch.Tensor, quantized: torch.Tensor, scale: torch.Tensor) -> None:
-        error = torch.addcmul(weight, widen(quantized), scale[:, None], value=-1)
+        error = torch.addcmul(weight, quantized.float(), scale[:, None], value=-1)
         squares = torch.stack([error.square().sum(), weight.square().sum()]).double()
         with self._lock:
             self._squares[re.sub(r"^.*\.layers\.\d+\.", "", name)] += squares
