@@ -1,4 +1,4 @@
-"""Reading a scheduled module: shapes and their padding, trip counts, bytes of fusions, equal programs, devices of collectives."""
+"""Reading a scheduled module: shapes and padding, trip counts, bytes of fusions, equal programs, devices of collectives."""
 
 from __future__ import annotations
 

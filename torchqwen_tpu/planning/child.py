@@ -1,4 +1,4 @@
-"""The process that traces and compiles one graph, started by `compile`: `python -m torchqwen_tpu.planning.child CONFIG FOLDER`."""
+"""Traces and compiles one graph, in the process that `compile` starts (`python -m torchqwen_tpu.planning.child`)."""
 
 from __future__ import annotations
 

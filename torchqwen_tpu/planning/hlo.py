@@ -208,26 +208,25 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
     return max(bounds, default=None)
 
 
-def _integer(module: Module, inside: Computation, name: str, outside: Computation, loop: Instruction) -> int | None:
-    """The value of an integer constant, through copies and the loop's carry."""
-    instruction = inside.by_name.get(name)
-    while instruction is not None:
-        if match := _CONSTANT.match(instruction.text):
-            return int(match[1])
-        if instruction.opcode == "get-tuple-element" and outside is not None:
-            index = int(instruction.attribute(r"index=(\d+)"))
-            carried = outside.by_name.get(loop.operands[0])
-            if carried is None or carried.opcode != "tuple":
-                return None
-            if _changes(module.computations[loop.callee("body")], index):
-                return None
-            instruction, outside_of = outside.by_name.get(carried.operands[index]), outside
-            inside, outside = outside_of, None
-        elif instruction.opcode in ("copy", "bitcast", "reshape", "convert") and instruction.operands:
-            instruction = inside.by_name.get(instruction.operands[0])
-        else:
+def _integer(module: Module, condition: Computation, name: str, around: Computation, loop: Instruction) -> int | None:
+    """The value of an integer in a loop's condition: a constant there, or one that the loop carries and never changes."""
+    instruction = _origin(condition, name)
+    if instruction is not None and instruction.opcode == "get-tuple-element":
+        index = int(instruction.attribute(r"index=(\d+)"))
+        carried = around.by_name.get(loop.operands[0])
+        if carried is None or carried.opcode != "tuple" or _changes(module.computations[loop.callee("body")], index):
             return None
-    return None
+        instruction = _origin(around, carried.operands[index])
+    match = _CONSTANT.match(instruction.text) if instruction is not None else None
+    return int(match[1]) if match else None
+
+
+def _origin(computation: Computation, name: str) -> Instruction | None:
+    """What an instruction is a copy or a view of."""
+    instruction = computation.by_name.get(name)
+    while instruction is not None and instruction.opcode in ("copy", "bitcast", "reshape", "convert"):
+        instruction = computation.by_name.get(instruction.operands[0])
+    return instruction
 
 
 def _changes(body: Computation, index: int) -> bool:
