@@ -9,6 +9,11 @@ is multiplied, and those of results leave the same way, to where the row's other
 Rows are BF16, and so is what lies between the products; FP8 weights go to the matrix unit as they are, which multiplies BF16
 by FP8. Scales of output channels multiply the products in FP32; weights with a scale for each block are scaled to BF16 before.
 Rows of a tile that hold no pair are computed from whatever memory holds, and never stored: rows do not meet in a product.
+
+Schedule for tpu7x, 4,096 columns, width 1,024, FP8 with a scale for each channel: a tile of 16 rows takes about 3,200 bundles
+(1.4 µs at an assumed 2.2 GHz), one of 32 rows about 4,000, while the expert's 12 MiB take 3.4 µs at 3.69 TB/s, so that bytes
+bind as long as an expert has a tile or two. With a scale for each block a tile of 16 rows takes 14,000 bundles, 8,700 of
+them to scale the weights, and bundles bind.
 """
 
 from __future__ import annotations
