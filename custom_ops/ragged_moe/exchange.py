@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -11,15 +12,15 @@ from custom_ops.ragged_moe.wire import Tokens, pack, unpack
 from custom_ops.reduce_scatter import ReduceScatterShape
 
 
-def dispatch(tokens: Tokens, token_axes: tuple[str, ...]) -> Tokens:
-    """Tokens of all devices, in the order of the devices, by one all-gather. Without token axes they are already whole.
+def dispatch(tokens: Tokens, token_axes: tuple[str, ...]) -> Tokens | jax.Array:
+    """Tokens of all devices, in the order of the devices, by one all-gather: packed, for `arrived` to take apart. Without token
+    axes they are whole already."""
+    return lax.all_gather(pack(tokens), token_axes, axis=0, tiled=True) if token_axes else tokens
 
-    Rows that have travelled have more columns than before: what travelled with them.
-    """
-    if not token_axes:
-        return tokens
-    gathered = lax.all_gather(pack(tokens), token_axes, axis=0, tiled=True)
-    return unpack(gathered, hidden=tokens.rows.shape[1], top_k=tokens.expert.shape[1])
+
+def arrived(dispatched: Tokens | jax.Array, *, hidden: int, top_k: int) -> Tokens:
+    """What was dispatched, as tokens. Rows that have travelled have more columns than before: what travelled with them."""
+    return dispatched if isinstance(dispatched, Tokens) else unpack(dispatched, hidden=hidden, top_k=top_k)
 
 
 def combine(partial, token_axes: tuple[str, ...], expert_axes: tuple[str, ...], reduce_scatter: Callable):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from custom_ops.ragged_moe import cost
-from custom_ops.ragged_moe.exchange import combine, dispatch, first_local_expert
+from custom_ops.ragged_moe.exchange import arrived, combine, dispatch, first_local_expert
 from custom_ops.ragged_moe.routing import route
 from custom_ops.ragged_moe.wire import Tokens, check_experts, to_wire
 from custom_ops.reduce_scatter import xla as reduce_scatter_xla
@@ -43,18 +43,24 @@ def _ragged_moe(
         weight = weight.astype(hidden.dtype).astype(jnp.float32)
     tokens = Tokens(*to_wire(hidden, wire), expert, weight)
 
-    def one_batch(number: int):
-        rows, row_scale, expert, weight = dispatch(_part(tokens, number, micro_batches), token_axes)
+    def local_experts(dispatched):
+        rows, row_scale, expert, weight = arrived(dispatched, hidden=hidden.shape[1], top_k=top_k)
         rows = rows if wide_rows else rows[:, : hidden.shape[1]]
         if row_scale is None:
             rows = rows.astype(hidden.dtype)
         local = expert - first_local_expert(local_experts, expert_axes)
         local = jnp.where((local >= 0) & (local < local_experts), local, local_experts)
         scaled = {} if row_scale is None else {"row_scale": row_scale}
-        partial = experts(rows, local, weight, gate_up, down, num_experts=router_logits.shape[-1], **scaled, **options)
-        return combine(partial.astype(sum_dtype), token_axes, expert_axes, reduce_scatter)
+        return experts(rows, local, weight, gate_up, down, num_experts=router_logits.shape[-1], **scaled, **options)
 
-    results = [one_batch(number) for number in range(micro_batches)]
+    results = []
+    batches = [dispatch(_part(tokens, number, micro_batches), token_axes) for number in range(micro_batches)]
+    for number in range(micro_batches):
+        partial = local_experts(batches[number])
+        if number + 1 < micro_batches:
+            # The next batch is opened only after these experts, or XLA waits for it before them.
+            partial, batches[number + 1] = lax.optimization_barrier((partial, batches[number + 1]))
+        results.append(combine(partial.astype(sum_dtype), token_axes, expert_axes, reduce_scatter))
     return (results[0] if micro_batches == 1 else jnp.concatenate(results)).astype(hidden.dtype)
 
 
