@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from custom_ops.ragged_moe.pallas_experts_memory import Operands, Scratch, declare
 from custom_ops.ragged_moe.pallas_plan import GROUP, LANES, Plan
 from custom_ops.ragged_moe.pallas_rows import column, from_words, to_words
 from custom_ops.ragged_moe.pallas_work import Work
@@ -37,34 +37,6 @@ START, WAIT = "start", "wait"
 DOWN_COLUMNS = 1024
 """Columns of the second product that are summed at once."""
 VMEM_BYTES = 62 * 2**20
-
-
-class Operands(NamedTuple):
-    """Rows and results are words (see `pallas_rows`); all but the layer and the scales is in HBM."""
-
-    layer: Any  # [1] in SMEM, of the stacks of weights
-    rows: Any
-    gate_up: Any
-    down: Any
-    gate_up_scale: Any  # by channel: [experts, 2, chunks, 1, chunk] in VMEM; by block: flat in SMEM; or None
-    down_scale: Any  # by channel: [experts, 1, hidden] in VMEM; by block: flat in SMEM; or None
-    results: Any
-
-
-class Scratch(NamedTuple):
-    rows_in: Any  # [2, tile * pitch, 128] words, of this item and the next
-    weight: Any  # [2, tile, 128] the router's weight of each, over all lanes
-    matrix: Any  # [tile, hidden] BF16
-    gate_up: Any  # [slots, 2, chunk, hidden]
-    down: Any  # [slots, hidden, chunk]
-    scaled_gate_up: Any  # [2, chunk, hidden] BF16, for weights with a scale for each block
-    scaled_down: Any  # [hidden, chunk]
-    activated: Any  # [tile, chunk] BF16
-    total: Any  # [tile, hidden] float32
-    rows_out: Any  # [2, tile * pitch, 128] words, of this item and the one before
-    rows_in_sem: Any
-    chunk_sem: Any
-    rows_out_sem: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,27 +223,6 @@ class _Kernel:
             target[rows, columns] = (source[rows, columns].astype(jnp.float32) * scales[first + index]).astype(jnp.bfloat16)
 
 
-def _scratch(plan: Plan, weight_dtype) -> Scratch:
-    shape, size, slots, tile = plan.shape, plan.chunk, plan.slots, plan.tile
-    words = pltpu.VMEM((2, tile * plan.pitch, LANES), jnp.uint32)
-    by_block = shape.scales == "block"
-    return Scratch(
-        rows_in=words,
-        weight=pltpu.VMEM((2, tile, LANES), jnp.float32),
-        matrix=pltpu.VMEM((tile, shape.hidden), jnp.bfloat16),
-        gate_up=pltpu.VMEM((slots, 2, size, shape.hidden), weight_dtype),
-        down=pltpu.VMEM((slots, shape.hidden, size), weight_dtype),
-        scaled_gate_up=pltpu.VMEM((2, size, shape.hidden), jnp.bfloat16) if by_block else None,
-        scaled_down=pltpu.VMEM((shape.hidden, size), jnp.bfloat16) if by_block else None,
-        activated=pltpu.VMEM((tile, size), jnp.bfloat16),
-        total=pltpu.VMEM((tile, shape.hidden), jnp.float32),
-        rows_out=words,
-        rows_in_sem=pltpu.SemaphoreType.DMA((2,)),
-        chunk_sem=pltpu.SemaphoreType.DMA((slots,)),
-        rows_out_sem=pltpu.SemaphoreType.DMA((2,)),
-    )
-
-
 def results_of_pairs(
     words, work: Work, layer, gate_up, down, gate_up_scale, down_scale, plan: Plan, *, spare: int, interpret: bool
 ):
@@ -285,7 +236,7 @@ def results_of_pairs(
     Returns:
         [(pairs + spare) * pitch, 128] words; undefined where no pair's place is.
     """
-    scratch = _scratch(plan, gate_up.dtype)
+    scratch = declare(plan, gate_up.dtype)
     used = [name for name, part in scratch._asdict().items() if part is not None]
     *scalars, _ = work  # where rows start is for who adds the results up
     scalars.append(jnp.reshape(layer, 1))
