@@ -20,6 +20,7 @@ from checkpoints import (
     quantized,
     random_checkpoint,
     tensors_of,
+    whole_config,
     wide_config,
 )  # fmt: skip
 from support import padded, random_rows, reference_logits
