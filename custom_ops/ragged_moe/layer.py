@@ -37,7 +37,7 @@ def _ragged_moe(
         options |= {"gate_up_scale": gate_up_scale, "down_scale": down_scale}
     if layer is not None:
         options["layer"] = layer
-    local_experts = gate_up.shape[-3]
+    own = gate_up.shape[-3]
     expert, weight = route(router_logits, valid, top_k=top_k)
     if round_weights:
         weight = weight.astype(hidden.dtype).astype(jnp.float32)
@@ -48,8 +48,8 @@ def _ragged_moe(
         rows = rows if wide_rows else rows[:, : hidden.shape[1]]
         if row_scale is None:
             rows = rows.astype(hidden.dtype)
-        local = expert - first_local_expert(local_experts, expert_axes)
-        local = jnp.where((local >= 0) & (local < local_experts), local, local_experts)
+        local = expert - first_local_expert(own, expert_axes)
+        local = jnp.where((local >= 0) & (local < own), local, own)
         scaled = {} if row_scale is None else {"row_scale": row_scale}
         return experts(rows, local, weight, gate_up, down, num_experts=router_logits.shape[-1], **scaled, **options)
 
