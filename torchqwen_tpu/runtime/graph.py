@@ -19,6 +19,8 @@ from torch_xla.experimental.scan import _scan_impl_pytree  # the public scan ins
 # A type that torch_xla 2.9 lacks in its table, so that it cannot scan over it.
 xla_builder._PT_XLA_TYPE_MAP.setdefault(torch.float8_e4m3fn, "f8e4m3fn")
 
+_ALL_DEVICES = "SPMD:0"
+
 
 def scan(function: Callable, carry, slices):
     """`function(carry, slice) -> (carry, result)` over the first dimension of all tensors in `slices`, as one loop of the
@@ -75,18 +77,21 @@ class CompiledGraph:
         _XLAC._xla_set_enable_alias_with_buffer_donor_config(True)
         for position in donated:
             _XLAC._set_buffer_donation(inputs[position], True)
-        position_of = {_XLAC._xla_get_tensor_id(tensor): position for position, tensor in enumerate(inputs)}
+        # By their buffers: the number of a tensor that an earlier graph read may be another's.
+        position_of = {handle: position for position, handle in enumerate(_XLAC._get_tensors_handle(list(inputs)))}
         outputs = list(function(*inputs))
-        ids, tensors = _XLAC._get_tensors_xla_device_data_node(outputs)
-        self.arguments = [position_of.get(tensor_id, tensor) for tensor_id, tensor in zip(ids, tensors, strict=True)]
+        _, tensors = _XLAC._get_tensors_xla_device_data_node(outputs)
+        handles = _XLAC._get_tensors_handle(tensors)
+        self.arguments = [position_of.get(handle, tensor) for handle, tensor in zip(handles, tensors, strict=True)]
         self._hash = _XLAC._get_graph_hash(outputs)
         _XLAC._xla_warm_up_cache(outputs, [])
         for position in donated:
             _XLAC._set_buffer_donation(inputs[position], False)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        # torch_xla refuses an input that an earlier graph has been asked for and that its thread has not launched yet.
-        wait_device_ops()
+        # torch_xla refuses an input that an earlier graph has been asked for and that its thread has not launched yet. Of
+        # several devices graphs are asked for through one that stands for all.
+        wait_device_ops([_ALL_DEVICES] if torch_xla.runtime.is_spmd() else [])
         return _XLAC._run_cached_graph(
             self._hash, [inputs[entry] if isinstance(entry, int) else entry for entry in self.arguments]
         )
