@@ -12,14 +12,12 @@ import torch
 import torch_xla
 import torch_xla.core.xla_builder as xla_builder
 from torch_xla import _XLAC
-from torch_xla.core.xla_model import optimization_barrier_, wait_device_ops
+from torch_xla.core.xla_model import optimization_barrier_
 from torch_xla.debug import metrics
 from torch_xla.experimental.scan import _scan_impl_pytree  # the public scan insists on autograd formulas
 
 # A type that torch_xla 2.9 lacks in its table, so that it cannot scan over it.
 xla_builder._PT_XLA_TYPE_MAP.setdefault(torch.float8_e4m3fn, "f8e4m3fn")
-
-_ALL_DEVICES = "SPMD:0"
 
 
 def scan(function: Callable, carry, slices):
@@ -89,9 +87,6 @@ class CompiledGraph:
             _XLAC._set_buffer_donation(inputs[position], False)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        # torch_xla refuses an input that an earlier graph has been asked for and that its thread has not launched yet. Of
-        # several devices graphs are asked for through one that stands for all.
-        wait_device_ops([_ALL_DEVICES] if torch_xla.runtime.is_spmd() else [])
         return _XLAC._run_cached_graph(
             self._hash, [inputs[entry] if isinstance(entry, int) else entry for entry in self.arguments]
         )
