@@ -26,9 +26,7 @@ def _lines(text: str) -> list[str]:
 
 def test_every_example_is_run():
     names = {file.stem for file in EXAMPLES.glob("*.py")}
-    assert names == {
-        "generate", "chat", "batch_two_turns", "spmd_eight_devices", "score", "lighteval_next_line", "inspect_next_line",
-    }  # fmt: skip
+    assert names == {"generate", "chat", "batch_two_turns", "spmd_eight_devices", "score"}
 
 
 @pytest.mark.parametrize(
@@ -41,15 +39,10 @@ def test_every_example_is_run():
         pytest.param(["spmd_eight_devices.py", "dp_tp"], marks=pytest.mark.spmd),
         ["spmd_eight_devices.py", "one"],
         ["score.py"],
-        pytest.param(["lighteval_next_line.py"], marks=pytest.mark.slow),
-        pytest.param(["inspect_next_line.py"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
 def test_output_is_as_documented(command):
-    for harness in ("lighteval", "inspect_ai"):
-        if command[0].startswith(harness.split("_")[0]):
-            pytest.importorskip(harness)
     # The number of virtual devices may be left over from another test of this process.
     environment = {name: value for name, value in os.environ.items() if name != "CPU_NUM_DEVICES"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])

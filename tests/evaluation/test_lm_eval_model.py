@@ -6,10 +6,10 @@ import pytest
 
 lm_eval = pytest.importorskip("lm_eval")
 
-from lm_eval.api.instance import Instance
-from lm_eval.models.huggingface import HFLM
+from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
 
-from torchqwen_tpu.evaluation.lm_eval_model import TorchQwenLM
+from torchqwen_tpu.evaluation.lm_eval_model import TorchQwenLM  # noqa: E402
 
 # Texts in which no router has a tie: where two experts are level up to rounding, transformers' own answer is arbitrary.
 TEXTS = ["import os\n", "def f(x):\n    return x + 1\n", "One day she found a stone that was as blue as the sky. "]
