@@ -9,14 +9,11 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from support import padded
-from watched import ROWS
+from watched import ROWS, generate
 
 from torchqwen_tpu import monitoring, score
 from torchqwen_tpu.monitoring import Limits, NumericalWarning
 from torchqwen_tpu.runtime.graph import compilations
-
-BATCH = padded(ROWS)
 
 
 @contextlib.contextmanager
@@ -40,14 +37,6 @@ def findings(model, run, **limits) -> list[monitoring.Finding]:
     return watch.findings
 
 
-def forward(model):
-    return model(**BATCH).logits
-
-
-def generate(model):
-    return model.generate(**BATCH, max_new_tokens=20, do_sample=False)
-
-
 def test_a_healthy_model_gives_no_warning_and_the_same_answers(small, tmp_path):
     stream, report = tmp_path / "steps.jsonl", tmp_path / "report.html"
     plain = generate(small)
@@ -69,7 +58,7 @@ def test_a_healthy_model_gives_no_warning_and_the_same_answers(small, tmp_path):
 
 def test_scores_are_watched(small):
     with monitoring.watch(small) as watch:
-        score(small, ROWS)
+        score(small, ROWS[:2])
     assert watch.steps > 0 and watch.loads.total.any()
 
 
@@ -97,7 +86,7 @@ def test_a_nan_in_one_experts_weights(small, small_reference):
         weights[5, 0, 0] = float("nan")
 
     with changed(small.model.layers[1].mlp.experts.gate_up_proj, plant):
-        (finding,) = findings(small, forward)
+        (finding,) = findings(small, generate)
     assert (finding.kind, finding.layer) == ("not_finite", 1)
     assert "after the experts" in finding.message and "went to expert 5" in finding.message
     assert f"token {first} of sequence 0" in finding.message
@@ -106,18 +95,24 @@ def test_a_nan_in_one_experts_weights(small, small_reference):
 def test_a_nan_that_only_decoding_meets(small, tmp_path):
     """Every decode step is looked at: the token that is not finite is found wherever it lies among those of one go."""
     stream = tmp_path / "steps.jsonl"
-    prompt = torch.tensor(ROWS[1:2])
-    new = small.generate(prompt, max_new_tokens=20, do_sample=False)[0].tolist()
-    fresh = next(number for number in range(len(ROWS[1]), len(new) - 1) if new[number] not in new[:number])
+    rows = [[token % 32 for token in row] for row in ROWS]
+    new = generate(small, rows)[:, -20:].tolist()
+    turn, sequence = next(
+        (turn, sequence)
+        for turn in range(2, 19) for sequence in range(3)
+        if new[sequence][turn] >= 32 and sum(row[: turn + 1].count(new[sequence][turn]) for row in new) == 1
+    )  # fmt: skip
+    position = len(rows[sequence]) + turn
 
     def plant(weights):
-        weights[new[fresh]] = float("nan")
+        weights[new[sequence][turn]] = float("nan")
 
-    with changed(small.model.embed_tokens.weight, plant), pytest.warns(NumericalWarning, match=f"token {fresh} of sequence 0"):
+    named = f"token {position} of sequence {sequence}"
+    with changed(small.model.embed_tokens.weight, plant), pytest.warns(NumericalWarning, match=named):
         with monitoring.watch(small, stream=stream):
-            small.generate(prompt, max_new_tokens=20, do_sample=False)
-    broken = [one for line in stream.read_text().splitlines() for one in json.loads(line)["not_finite"]]
-    assert (broken[0]["layer"], broken[0]["position"], broken[0]["tokens"]) == (0, fresh, 1)
+            generate(small, rows)
+    first = next(one for line in stream.read_text().splitlines() for one in json.loads(line)["not_finite"])
+    assert (first["layer"], first["sequence"], first["position"], first["tokens"]) == (0, sequence, position, 1)
 
 
 @torch.no_grad()
@@ -138,7 +133,7 @@ def test_one_expert_that_takes_nearly_all_tokens(small, small_reference):
         weights[:, 6] = 100 * fitted
 
     with changed(small.model.layers[2].mlp.router.weight, plant):
-        (finding,) = findings(small, forward)
+        (finding,) = findings(small, generate)
     assert (finding.kind, finding.layer) == ("expert_share", 2) and "expert 6" in finding.message
 
 
@@ -147,7 +142,7 @@ def test_softmax_saturation_from_scaled_queries(small):
         weights.add_(1).mul_(300).sub_(1)  # the norm multiplies by one plus its weight
 
     with changed(small.model.layers[1].self_attn.q_norm.weight, plant):
-        found = findings(small, forward)
+        found = findings(small, generate)
     assert {(one.kind, one.layer) for one in found} >= {("attention_logit", 1), ("saturated", 1)}
 
 
