@@ -9,9 +9,10 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from support import moe_config, padded, save_random
 from watched import ROWS, generate
 
-from torchqwen_tpu import monitoring, score
+from torchqwen_tpu import AutoModelForCausalLM, RuntimeConfig, monitoring, score
 from torchqwen_tpu.monitoring import Limits, NumericalWarning
 from torchqwen_tpu.runtime.graph import compilations
 
@@ -154,6 +155,33 @@ def test_a_state_that_blows_up(small):
     with changed(small.model.layers[2].linear_attn.conv1d.weight, plant):
         found = findings(small, generate)
     assert [one.layer for one in found if one.kind == "state_norm"] == [2]
+
+
+def numbers(value) -> list[float]:
+    """All numbers of a JSON value, in order."""
+    if isinstance(value, dict | list):
+        return [number for part in (value.values() if isinstance(value, dict) else value) for number in numbers(part)]
+    return [value] if isinstance(value, int | float) else []
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("new_tokens", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_scanned_layers_show_what_layers_one_by_one_show(tmp_path, new_tokens):
+    """A NaN in an expert of the last layer, which is the second of its stack."""
+    folder = save_random(moe_config(layer_types=["full_attention", "linear_attention"] * 2, num_hidden_layers=4), tmp_path)
+    seen = []
+    for scan, name, where in ((False, "3", 5), (True, "1:4:2", (1, 5))):
+        stream = tmp_path / f"scan_{scan}"
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", runtime=RuntimeConfig(scan_layers=scan))
+        model.model.layers.get_submodule(name).mlp.experts.gate_up_proj[where] = float("nan")
+        with pytest.warns(NumericalWarning), monitoring.watch(model, stream=stream) as watch:
+            model.generate(**padded(ROWS[:2]), max_new_tokens=new_tokens, do_sample=False)
+        seen.append((watch.findings, [json.loads(line) for line in stream.read_text().splitlines()]))
+    (findings, steps), (scanned_findings, scanned_steps) = seen
+    assert [(one.kind, one.layer) for one in findings] == [("not_finite", 3)] and "to expert 5" in findings[0].message
+    assert scanned_findings == findings
+    assert [step["not_finite"] for step in scanned_steps] == [step["not_finite"] for step in steps]
+    np.testing.assert_allclose(numbers(scanned_steps), numbers(steps), rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(("exponent", "found"), [(0.5, False), (3.0, True)])
