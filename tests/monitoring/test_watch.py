@@ -9,14 +9,12 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from support import padded
-from watched import ROWS
+from support import moe_config, padded, save_random
+from watched import ROWS, generate
 
-from torchqwen_tpu import monitoring, score
+from torchqwen_tpu import AutoModelForCausalLM, RuntimeConfig, monitoring, score
 from torchqwen_tpu.monitoring import Limits, NumericalWarning
 from torchqwen_tpu.runtime.graph import compilations
-
-BATCH = padded(ROWS)
 
 
 @contextlib.contextmanager
@@ -40,14 +38,6 @@ def findings(model, run, **limits) -> list[monitoring.Finding]:
     return watch.findings
 
 
-def forward(model):
-    return model(**BATCH).logits
-
-
-def generate(model):
-    return model.generate(**BATCH, max_new_tokens=20, do_sample=False)
-
-
 def test_a_healthy_model_gives_no_warning_and_the_same_answers(small, tmp_path):
     stream, report = tmp_path / "steps.jsonl", tmp_path / "report.html"
     plain = generate(small)
@@ -69,7 +59,7 @@ def test_a_healthy_model_gives_no_warning_and_the_same_answers(small, tmp_path):
 
 def test_scores_are_watched(small):
     with monitoring.watch(small) as watch:
-        score(small, ROWS)
+        score(small, ROWS[:2])
     assert watch.steps > 0 and watch.loads.total.any()
 
 
@@ -97,7 +87,7 @@ def test_a_nan_in_one_experts_weights(small, small_reference):
         weights[5, 0, 0] = float("nan")
 
     with changed(small.model.layers[1].mlp.experts.gate_up_proj, plant):
-        (finding,) = findings(small, forward)
+        (finding,) = findings(small, generate)
     assert (finding.kind, finding.layer) == ("not_finite", 1)
     assert "after the experts" in finding.message and "went to expert 5" in finding.message
     assert f"token {first} of sequence 0" in finding.message
@@ -106,18 +96,24 @@ def test_a_nan_in_one_experts_weights(small, small_reference):
 def test_a_nan_that_only_decoding_meets(small, tmp_path):
     """Every decode step is looked at: the token that is not finite is found wherever it lies among those of one go."""
     stream = tmp_path / "steps.jsonl"
-    prompt = torch.tensor(ROWS[1:2])
-    new = small.generate(prompt, max_new_tokens=20, do_sample=False)[0].tolist()
-    fresh = next(number for number in range(len(ROWS[1]), len(new) - 1) if new[number] not in new[:number])
+    rows = [[token % 32 for token in row] for row in ROWS]
+    new = generate(small, rows)[:, -20:].tolist()
+    turn, sequence = next(
+        (turn, sequence)
+        for turn in range(2, 19) for sequence in range(3)
+        if new[sequence][turn] >= 32 and sum(row[: turn + 1].count(new[sequence][turn]) for row in new) == 1
+    )  # fmt: skip
+    position = len(rows[sequence]) + turn
 
     def plant(weights):
-        weights[new[fresh]] = float("nan")
+        weights[new[sequence][turn]] = float("nan")
 
-    with changed(small.model.embed_tokens.weight, plant), pytest.warns(NumericalWarning, match=f"token {fresh} of sequence 0"):
+    named = f"token {position} of sequence {sequence}"
+    with changed(small.model.embed_tokens.weight, plant), pytest.warns(NumericalWarning, match=named):
         with monitoring.watch(small, stream=stream):
-            small.generate(prompt, max_new_tokens=20, do_sample=False)
-    broken = [one for line in stream.read_text().splitlines() for one in json.loads(line)["not_finite"]]
-    assert (broken[0]["layer"], broken[0]["position"], broken[0]["tokens"]) == (0, fresh, 1)
+            generate(small, rows)
+    first = next(one for line in stream.read_text().splitlines() for one in json.loads(line)["not_finite"])
+    assert (first["layer"], first["sequence"], first["position"], first["tokens"]) == (0, sequence, position, 1)
 
 
 @torch.no_grad()
@@ -138,7 +134,7 @@ def test_one_expert_that_takes_nearly_all_tokens(small, small_reference):
         weights[:, 6] = 100 * fitted
 
     with changed(small.model.layers[2].mlp.router.weight, plant):
-        (finding,) = findings(small, forward)
+        (finding,) = findings(small, generate)
     assert (finding.kind, finding.layer) == ("expert_share", 2) and "expert 6" in finding.message
 
 
@@ -147,7 +143,7 @@ def test_softmax_saturation_from_scaled_queries(small):
         weights.add_(1).mul_(300).sub_(1)  # the norm multiplies by one plus its weight
 
     with changed(small.model.layers[1].self_attn.q_norm.weight, plant):
-        found = findings(small, forward)
+        found = findings(small, generate)
     assert {(one.kind, one.layer) for one in found} >= {("attention_logit", 1), ("saturated", 1)}
 
 
@@ -159,6 +155,33 @@ def test_a_state_that_blows_up(small):
     with changed(small.model.layers[2].linear_attn.conv1d.weight, plant):
         found = findings(small, generate)
     assert [one.layer for one in found if one.kind == "state_norm"] == [2]
+
+
+def numbers(value) -> list[float]:
+    """All numbers of a JSON value, in order."""
+    if isinstance(value, dict | list):
+        return [number for part in (value.values() if isinstance(value, dict) else value) for number in numbers(part)]
+    return [value] if isinstance(value, int | float) else []
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("new_tokens", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_scanned_layers_show_what_layers_one_by_one_show(tmp_path, new_tokens):
+    """A NaN in an expert of the last layer, which is the second of its stack."""
+    folder = save_random(moe_config(layer_types=["full_attention", "linear_attention"] * 2, num_hidden_layers=4), tmp_path)
+    seen = []
+    for scan, name, where in ((False, "3", 5), (True, "1:4:2", (1, 5))):
+        stream = tmp_path / f"scan_{scan}"
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", runtime=RuntimeConfig(scan_layers=scan))
+        model.model.layers.get_submodule(name).mlp.experts.gate_up_proj[where] = float("nan")
+        with pytest.warns(NumericalWarning), monitoring.watch(model, stream=stream) as watch:
+            model.generate(**padded(ROWS[:2]), max_new_tokens=new_tokens, do_sample=False)
+        seen.append((watch.findings, [json.loads(line) for line in stream.read_text().splitlines()]))
+    (findings, steps), (scanned_findings, scanned_steps) = seen
+    assert [(one.kind, one.layer) for one in findings] == [("not_finite", 3)] and "to expert 5" in findings[0].message
+    assert scanned_findings == findings
+    assert [step["not_finite"] for step in scanned_steps] == [step["not_finite"] for step in steps]
+    np.testing.assert_allclose(numbers(scanned_steps), numbers(steps), rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(("exponent", "found"), [(0.5, False), (3.0, True)])

@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import padded
-from watched import ROWS
+from watched import generate
 
 from torchqwen_tpu import monitoring
 
@@ -24,9 +23,9 @@ def test_four_devices_see_what_one_sees(small, small_folder, tmp_path):
     process = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr[-4000:]
     with monitoring.watch(small, stream=one):
-        small.generate(**padded(ROWS), max_new_tokens=10, do_sample=False)
+        generate(small)
     many, one = ([json.loads(line) for line in path.read_text().splitlines()] for path in (many, one))
-    assert [entry["kind"] for entry in many] == [entry["kind"] for entry in one] == ["extend", "decode", "decode"]
+    assert [entry["kind"] for entry in many] == [entry["kind"] for entry in one]
     for sharded, whole in zip(many, one, strict=True):
         assert sharded["tokens"] == whole["tokens"]
         for found, expected in zip(sharded["layers"], whole["layers"], strict=True):
@@ -40,5 +39,7 @@ def test_four_devices_see_what_one_sees(small, small_folder, tmp_path):
                 assert [pair[0] for pair in norms[0]] == [pair[0] for pair in norms[1]]
                 assert [pair[1] for pair in norms[0]] == pytest.approx([pair[1] for pair in norms[1]], rel=1e-3)
             else:
+                # Of one rank's queries and keys, and only those meet: never above that of all.
                 bound = expected["attention"]["logit_bound"]
-                assert found["attention"]["logit_bound"] == pytest.approx(bound, rel=1e-4)
+                assert found["attention"]["logit_max"] <= found["attention"]["logit_bound"] * (1 + 1e-4)
+                assert 0 < found["attention"]["logit_bound"] <= bound * (1 + 1e-4)

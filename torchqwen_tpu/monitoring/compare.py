@@ -16,6 +16,8 @@ from torchqwen_tpu.monitoring.sides import Side
 
 BINS = 32
 """Stretches of the text that a summary tells apart."""
+ROWS_AT_ONCE = 64
+"""Rows of logits that are in float64 at one time."""
 
 
 @dataclass(frozen=True)
@@ -102,17 +104,26 @@ def compare(
 def _divergence(a, b, following: np.ndarray) -> dict[str, np.ndarray]:
     """The arrays of `Comparison` for one chunk; `following` lacks its last token at the end of the text."""
     (layers_a, logits_a), (layers_b, logits_b) = a, b
-    log_a, log_b = logits_a.log_softmax(-1), logits_b.log_softmax(-1)
-    index = torch.from_numpy(following.astype(np.int64))[:, None]
     pairs = list(zip(layers_a[1:], layers_b[1:], strict=True))  # the first are the embeddings
-    return {
-        "kl": (log_a.exp() * (log_a - log_b)).sum(-1).numpy(),
+    return _divergence_of_logits(logits_a, logits_b, torch.from_numpy(following.astype(np.int64))[:, None]) | {
         "agrees": (logits_a.argmax(-1) == logits_b.argmax(-1)).numpy(),
-        "logprob_a": log_a[: len(index)].gather(1, index)[:, 0].numpy(),
-        "logprob_b": log_b[: len(index)].gather(1, index)[:, 0].numpy(),
         "error": torch.stack([(own - other).double().square().sum(-1) for own, other in pairs]).numpy(),
         "power": torch.stack([own.double().square().sum(-1) for own, _ in pairs]).numpy(),
     }
+
+
+def _divergence_of_logits(a: torch.Tensor, b: torch.Tensor, following: torch.Tensor) -> dict[str, np.ndarray]:
+    """In float64, since a small KL drowns in the rounding of float32; a few rows at a time, since a vocabulary is wide."""
+    kl, logprob_a, logprob_b = [], [], []
+    for first in range(0, len(a), ROWS_AT_ONCE):
+        rows = slice(first, first + ROWS_AT_ONCE)
+        log_a, log_b = (logits[rows].double().log_softmax(-1) for logits in (a, b))
+        kl.append((log_a.exp() * (log_a - log_b)).sum(-1).clamp(min=0))
+        target = following[rows]
+        logprob_a.append(log_a[: len(target)].gather(1, target)[:, 0])
+        logprob_b.append(log_b[: len(target)].gather(1, target)[:, 0])
+    parts = {"kl": kl, "logprob_a": logprob_a, "logprob_b": logprob_b}
+    return {name: torch.cat(part).numpy() for name, part in parts.items()}
 
 
 def format_comparison(result: Comparison) -> str:

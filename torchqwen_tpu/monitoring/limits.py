@@ -67,17 +67,18 @@ class Loads:
     def __init__(self, layers: int, ranks: int, experts: int):
         self.total = np.zeros((layers, ranks, experts))
         self._recent = np.zeros((layers, experts))
-        self._tokens = 0.0
+        self._tokens = np.zeros((layers, 1))
 
-    def add(self, tokens: float, load: np.ndarray) -> np.ndarray | None:
-        """Take one step's load [layers, ranks, experts]; the shares [layers, experts] of tokens once there are enough."""
+    def add(self, tokens: np.ndarray, load: np.ndarray) -> np.ndarray | None:
+        """Take one step's tokens [layers] and load [layers, ranks, experts]; the shares [layers, experts] of tokens once there
+        are enough."""
         self.total += load
         self._recent += load.sum(1)
-        self._tokens += tokens
-        if self._tokens < FEWEST_TOKENS:
+        self._tokens += tokens[:, None]
+        if self._tokens.max() < FEWEST_TOKENS:
             return None
-        shares = self._recent / self._tokens
-        self._recent[:], self._tokens = 0, 0.0
+        shares = self._recent / np.maximum(self._tokens, 1)
+        self._recent[:], self._tokens[:] = 0, 0
         return shares
 
 

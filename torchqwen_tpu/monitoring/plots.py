@@ -32,7 +32,8 @@ def line_plot(title: str, x_label: str, y_label: str, series: Sequence[Series], 
         colour = COLOURS[number % len(COLOURS)]
         place_x = LEFT + (x - x_range[0]) / (x_range[1] - x_range[0]) * (WIDTH - LEFT - RIGHT)
         place_y = HEIGHT - BOTTOM - (y - y_range[0]) / (y_range[1] - y_range[0]) * (HEIGHT - TOP - BOTTOM)
-        body.append(f'<path d="{_path(place_x, place_y)}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        body.append(f'<path d="{_path(place_x, place_y)}" fill="none" stroke="{colour}" stroke-width="1.5" '
+                    'stroke-linecap="round"/>')  # fmt: skip
         if number < 15:
             height = TOP + 8 + 15 * number
             body.append(f'<line x1="{WIDTH - RIGHT + 12}" x2="{WIDTH - RIGHT + 28}" y1="{height}" y2="{height}" '
@@ -145,7 +146,7 @@ def _path(x: np.ndarray, y: np.ndarray) -> str:
     parts, pen_down = [], False
     for a, b in zip(x, y, strict=True):
         if np.isfinite(b):
-            parts.append(f"{'L' if pen_down else 'M'}{a:.1f},{b:.1f}")
+            parts.append(f"L{a:.1f},{b:.1f}" if pen_down else f"M{a:.1f},{b:.1f}h0")  # h0: a lone point is a dot
         pen_down = bool(np.isfinite(b))
     return "".join(parts)
 

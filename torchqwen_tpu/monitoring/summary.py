@@ -59,14 +59,14 @@ def not_finite(recorder: Statistics, step: StepStatistics, place: Place, number:
     """Where NaN or infinity first appears in tokens of a step: layer, part of it, how many tokens, and the first of them; for
     experts also those that all of these tokens and no healthy one went to."""
     entries = []
-    for layer, rank in zip(*np.nonzero(step.finite[..., ::2].sum(-1)), strict=True):
+    for layer, rank in np.argwhere(step.finite[..., ::2].sum(-1)).tolist():
         columns = dict(zip(FINITE, step.finite[layer, rank], strict=True))
         for half in ("mixer", "mlp"):
             if not columns[f"{half}_rows"]:
                 continue
             sequence, position = place.token(rank, int(columns[f"{half}_first"]), number)
             entry = {
-                "layer": int(layer), "part": _part(recorder, layer, half), "tokens": int(columns[f"{half}_rows"]),
+                "layer": layer, "part": _part(recorder, layer, half), "tokens": int(columns[f"{half}_rows"]),
                 "sequence": sequence, "position": position, "number": number,
             }  # fmt: skip
             if half == "mlp" and recorder.experts:

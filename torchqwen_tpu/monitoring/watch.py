@@ -84,7 +84,8 @@ class Watch(AbstractContextManager):
         first, broken = self.recorder.unpack(values[0]), []
         for number in np.flatnonzero(self.recorder.any_not_finite(values)):
             broken += not_finite(self.recorder, self.recorder.unpack(values[number]), place, int(number))
-        self._look(first, place)
+        spoilt = min((entry["layer"] for entry in broken if entry["number"] == 0), default=len(self.recorder.kinds))
+        self._look(first, place, spoilt)
         self._warn_not_finite(broken)
         if self._stream is not None:
             layers = layer_summaries(self.recorder, first, self.model.mesh.devices)
@@ -92,7 +93,8 @@ class Watch(AbstractContextManager):
             self._stream.write(json.dumps(entry) + "\n")
         self.steps += 1
 
-    def _look(self, step: StepStatistics, place: Place) -> None:
+    def _look(self, step: StepStatistics, place: Place, spoilt: int) -> None:
+        """Layers deeper than `spoilt` get values that are not finite: what they make of them says nothing about them."""
         kinds, limits = self.recorder.kinds, self.limits
         full = [number for number, kind in enumerate(kinds) if kind != "linear_attention"]
         linear = [number for number, kind in enumerate(kinds) if kind == "linear_attention"]
@@ -112,7 +114,7 @@ class Watch(AbstractContextManager):
                 for sequence, position, norm in samples[samples[:, 1] > 0]:
                     self._look_at_state(layer, rank * place.rows + int(sequence), int(position), float(norm))
         if self.loads is not None:
-            self._look_at_routing(step.routing)
+            self._look_at_routing(np.where(np.arange(len(kinds))[:, None, None] > spoilt, 0, step.routing))
 
     def _look_at_state(self, layer: int, sequence: int, position: int, norm: float) -> None:
         exponent = self.growth.add(layer, sequence, position, norm)
@@ -127,13 +129,13 @@ class Watch(AbstractContextManager):
         tokens = routing[:, :, 0].sum(1)
         if not tokens.max():
             return
-        shares = self.loads.add(float(tokens.max()), routing[:, :, len(ROUTING) : len(ROUTING) + experts])
+        shares = self.loads.add(tokens, routing[:, :, len(ROUTING) : len(ROUTING) + experts])
         if shares is None:
             return
         relative = routing[:, :, 1].sum(1) / np.maximum(tokens, 1) / np.log(experts)
         devices = self.model.mesh.devices
         by_device = shares.reshape(len(shares), devices, -1).sum(2)
-        imbalance = by_device.max(1) / by_device.mean(1)
+        imbalance = by_device.max(1) / np.maximum(by_device.mean(1), 1e-9)
         for layer, own in enumerate(shares):
             busiest = int(own.argmax())
             if exceeds(own[busiest], limits.expert_share):
@@ -142,7 +144,7 @@ class Watch(AbstractContextManager):
                 number = int(by_device[layer].argmax())
                 message = f"the experts of device {number} have {imbalance[layer]:.2g} times the mean load of a device"
                 self._find("device_imbalance", layer, message)
-            if limits.router_entropy is not None and relative[layer] < limits.router_entropy:
+            if tokens[layer] and limits.router_entropy is not None and relative[layer] < limits.router_entropy:
                 message = f"the router's mean entropy is {relative[layer]:.2%} of that of equal probabilities"
                 self._find("router_entropy", layer, message)
 

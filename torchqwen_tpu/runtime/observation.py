@@ -28,7 +28,7 @@ class Extended(NamedTuple):
 
     result: torch.Tensor
     hidden_states: list[torch.Tensor]
-    records: Records
+    records: Records  # of the shape's own recorders
 
 
 class Observer(Protocol):
@@ -41,7 +41,7 @@ class Observer(Protocol):
     recorder: Recorder
 
     def extended(self, shape: ExtendShape, header: torch.Tensor, records: Records) -> None:
-        """A step takes the tokens of `header` (as `shape.header` packs it, on the host)."""
+        """A step takes the tokens of `header` (as `shape.header` packs it, on the host); records are those of `recorder`."""
 
     def decoded(self, shape: DecodeShape, header: torch.Tensor, records: Records) -> None:
         """Decode steps run; records have an axis of steps before their own."""
@@ -64,7 +64,7 @@ def recorded(
 def split_records(
     recorders: tuple[Recorder, ...], outputs: list[torch.Tensor]
 ) -> tuple[list[torch.Tensor], Records]:
-    """Outputs of a graph: those that are no records, and the records by name."""
+    """Outputs of a graph, of which the last belong to these recorders: the others, and the records by name."""
     names = [name for recorder in recorders for name in recorder.names]
     count = len(outputs) - len(names)
     return outputs[:count], dict(zip(names, outputs[count:], strict=True))

@@ -20,7 +20,7 @@ from torchqwen_tpu.models.qwen3_5 import TextModel
 from torchqwen_tpu.ops import Operations
 from torchqwen_tpu.recording import LayerInputs, Recorder
 from torchqwen_tpu.runtime.graph import CompiledGraph, scan
-from torchqwen_tpu.runtime.observation import Extended, Observer, recorded, split_records
+from torchqwen_tpu.runtime.observation import Extended, Observer, Records, recorded, split_records
 
 EOS_SLOTS = 8
 """Stop tokens of a sequence that a decode graph has room for."""
@@ -115,16 +115,15 @@ class Steps:
 
         The cache's states are replaced by the new ones.
         """
-        shape = self._observed(shape)
         inputs = [place_header(self.ops.mesh, header)]
         if embeddings is not None:
             inputs.append(embeddings)
-        outputs = self._run(shape, inputs, cache, f"step of {shape.tokens} tokens")
+        outputs, seen = self._run(shape, inputs, cache, f"step of {shape.tokens} tokens")
         outputs, records = split_records(shape.recorders, outputs)
         count = len(cache.states)
         cache.states = outputs[:count]
         if self.observer is not None:
-            self.observer.extended(shape, header, records)
+            self.observer.extended(shape, header, seen)
         return Extended(outputs[count], outputs[count + 1 :], records)
 
     def decode(self, shape: DecodeShape, cache: HybridCache, header: torch.Tensor, sampling: torch.Tensor) -> np.ndarray:
@@ -136,19 +135,20 @@ class Steps:
 
         Returns: [decode_steps + 1, ranks * rows]: the tokens of each step, then the new lengths.
         """
-        mesh, shape = self.ops.mesh, self._observed(shape)
+        mesh = self.ops.mesh
         inputs = [place_header(mesh, header), mesh.put(sampling, ("tokens", None))]
-        outputs = self._run(shape, inputs, cache, f"decode step of {shape.cache.rows} sequences")
-        outputs, records = split_records(shape.recorders, outputs)
+        outputs, seen = self._run(shape, inputs, cache, f"decode step of {shape.cache.rows} sequences")
+        outputs, _ = split_records(shape.recorders, outputs)
         cache.states = outputs[:-1]
         if self.observer is not None:  # while the device works
-            self.observer.decoded(shape, header, records)
+            self.observer.decoded(shape, header, seen)
         return mesh.get(outputs[-1]).numpy()
 
-    def _observed(self, shape: ExtendShape | DecodeShape) -> ExtendShape | DecodeShape:
-        return shape if self.observer is None else replace(shape, recorders=(*shape.recorders, self.observer.recorder))
-
-    def _run(self, shape, inputs: list[torch.Tensor], cache: HybridCache, what: str) -> list[torch.Tensor]:
+    def _run(self, shape, inputs: list[torch.Tensor], cache: HybridCache, what: str) -> tuple[list[torch.Tensor], Records]:
+        """The outputs of a step, and what was recorded for the observer alone."""
+        watching = () if self.observer is None else (self.observer.recorder,)
+        if watching:
+            shape = replace(shape, recorders=(*shape.recorders, *watching))
         states = range(len(inputs), len(inputs) + len(cache.states))
         inputs = [*inputs, *cache.states]
         if (weights := self._weights()) != self._traced:
@@ -157,7 +157,7 @@ class Steps:
         if shape not in self._graphs:
             with _compiling(what):
                 self._graphs[shape] = CompiledGraph(lambda *tensors: self.trace(shape, tensors), inputs, donated=states)
-        return self._graphs[shape](inputs)
+        return split_records(watching, self._graphs[shape](inputs))
 
     def trace(self, shape: ExtendShape | DecodeShape, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What a step computes of its inputs: header, embeddings or sampling parameters, states. The new states come first."""
