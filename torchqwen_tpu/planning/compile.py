@@ -54,6 +54,11 @@ class CompiledStep:
     arguments: tuple[Argument, ...]
     seconds: float
 
+    @property
+    def slots(self) -> int:
+        """Sequences of a core that the states have room for."""
+        return next(argument.shape[1] for argument in self.arguments if argument.part == "recurrent states")
+
 
 def compile_step(config_file: Path, graph: Graph) -> CompiledStep:
     """Compile `graph` for its topology.

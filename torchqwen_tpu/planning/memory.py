@@ -102,7 +102,7 @@ def memory_of(steps: Sequence[CompiledStep], chip: Chip, ranks: int, tokens: int
         elif argument.part != "header":
             weights[part_of(argument.part)] += argument.bytes
     rows = -(-decode.graph.sequences // ranks)
-    allocated = _allocated_rows(shapes, rows)
+    allocated = decode.slots
     pages = states.get("KV pages", 0)
     page_tokens = tokens if not pages else shapes["KV pages"][1] // allocated * shapes["KV pages"][2]
     per_token = pages / allocated / page_tokens if pages else 0.0
@@ -119,10 +119,6 @@ def memory_of(steps: Sequence[CompiledStep], chip: Chip, ranks: int, tokens: int
         per_sequence=max(sum(states.values()) // allocated, 1),
         per_token=per_token,
     )
-
-
-def _allocated_rows(shapes: dict[str, tuple[int, ...]], rows: int) -> int:
-    return shapes["recurrent states"][1] if "recurrent states" in shapes else rows
 
 
 def part_of(name: str) -> str:

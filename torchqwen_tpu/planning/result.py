@@ -6,9 +6,9 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from torchqwen_tpu.planning.memory import Memory
+from torchqwen_tpu.planning.outcome import Collective, Cost, Event
 from torchqwen_tpu.planning.request import PlanRequest
 from torchqwen_tpu.planning.roofline import Roofline
-from torchqwen_tpu.planning.simulate import Collective, Cost, Event
 
 
 @dataclass(frozen=True)
