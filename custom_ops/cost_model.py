@@ -46,7 +46,8 @@ class Chip:
         device_kind: what the compiler calls its devices.
         cores: devices a chip.
         clock: bundles a second.
-        hbm_bytes, hbm_bandwidth, measured_bandwidth: a core's share of HBM, its bytes a second at peak and as measured.
+        hbm_bytes: HBM of a core that the compiler gives to programs (TPU7x: of 96 GiB).
+        hbm_bandwidth, measured_bandwidth: its bytes a second at peak and as measured.
         matrix: operations a second by dtype.
         ici_link: bytes a second over one link of the chip, one way.
         die_to_die: bytes a second between the cores of a chip, one way; 0 for one core.
@@ -71,20 +72,20 @@ class Chip:
 
 
 TPU7X = Chip(
-    name="tpu7x", device_kind="TPU7x", cores=2, clock=2.2e9, hbm_bytes=96 * GIB, hbm_bandwidth=3.69e12,
+    name="tpu7x", device_kind="TPU7x", cores=2, clock=2.2e9, hbm_bytes=int(94.75 * GIB), hbm_bandwidth=3.69e12,
     measured_bandwidth=3.21e12, matrix={"bfloat16": 1.155e15, "float8_e4m3fn": 2.3e15}, ici_link=90e9, die_to_die=540e9,
     vmem_bytes=64 << 20,
 )  # fmt: skip
 V6E = Chip(
-    name="v6e", device_kind="TPU v6 lite", cores=1, clock=1.75e9, hbm_bytes=32 * GIB, hbm_bandwidth=1.64e12,
+    name="v6e", device_kind="TPU v6 lite", cores=1, clock=1.75e9, hbm_bytes=int(31.25 * GIB), hbm_bandwidth=1.64e12,
     measured_bandwidth=1.43e12, matrix={"bfloat16": 9.18e14}, ici_link=90e9, die_to_die=0.0, vmem_bytes=128 << 20,
 )  # fmt: skip
 V5E = Chip(
-    name="v5e", device_kind="TPU v5 lite", cores=1, clock=1.5e9, hbm_bytes=16 * GIB, hbm_bandwidth=8.19e11,
+    name="v5e", device_kind="TPU v5 lite", cores=1, clock=1.5e9, hbm_bytes=int(15.75 * GIB), hbm_bandwidth=8.19e11,
     measured_bandwidth=7.1e11, matrix={"bfloat16": 1.97e14}, ici_link=45e9, die_to_die=0.0, vmem_bytes=128 << 20,
 )  # fmt: skip
 V5P = Chip(
-    name="v5p", device_kind="TPU v5", cores=1, clock=1.75e9, hbm_bytes=95 * GIB, hbm_bandwidth=2.765e12,
+    name="v5p", device_kind="TPU v5", cores=1, clock=1.75e9, hbm_bytes=int(95.74 * GIB), hbm_bandwidth=2.765e12,
     measured_bandwidth=2.4e12, matrix={"bfloat16": 4.59e14}, ici_link=90e9, die_to_die=0.0, vmem_bytes=64 << 20,
 )  # fmt: skip
 CHIPS = {chip.device_kind: chip for chip in (TPU7X, V6E, V5E, V5P)}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from custom_ops.cost_model import TPU7X
+from torchqwen_tpu.planning.groups import links_of
 from torchqwen_tpu.planning.hlo import arrays_of, parse, trip_count
-from torchqwen_tpu.planning.simulate import links_of
 from torchqwen_tpu.planning.traffic import ProgramKeys, hbm_bytes
 
 MODULE = """HloModule toy, is_scheduled=true

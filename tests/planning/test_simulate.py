@@ -7,6 +7,7 @@ import pytest
 from custom_ops.cost_model import HBM_LATENCY, TPU7X
 from custom_ops.schedule.bundles import Loop
 from torchqwen_tpu.planning.hlo import parse
+from torchqwen_tpu.planning.programs import Programs
 from torchqwen_tpu.planning.simulate import Player
 
 BIG = 64 << 20
@@ -47,7 +48,8 @@ def play(body: str, schedules=None, trips=lambda loop, path: None, kernel_trips=
     module = parse(HEADER.replace("TURNS", str(turns)) + body)
     label = lambda module, computation, instruction: instruction.name.rstrip("0123456789")  # noqa: E731
     nothing = lambda *arguments: None  # noqa: E731
-    return Player(module, schedules or {}, TPU7X, (1, 1, 1), label, trips, kernel_trips, nothing, nothing).play()
+    programs = Programs(module, schedules or {}, kernel_trips, nothing)
+    return Player(module, programs, TPU7X, (1, 1, 1), label, trips, nothing).play()
 
 
 @pytest.mark.parametrize("turns", [1, 2, 60])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -55,10 +56,14 @@ def run(arguments: argparse.Namespace) -> int:
     for file in (arguments.json, arguments.report):
         if file and not Path(file).resolve().parent.is_dir():
             raise ValueError(f"there is no folder to write {file} into")
+    # Compiling leaves a folder and a process behind where this one dies at once.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         answer = plan(request, lambda what: print(what, file=sys.stderr, flush=True))
     except TpuCompilerMissing as error:
         raise ValueError(str(error)) from error
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print(format_plan(answer))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(answer.to_dict(), indent=1))

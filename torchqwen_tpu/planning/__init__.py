@@ -1,8 +1,9 @@
 """Will a model fit, and how fast would it be: answered by the TPU compiler, without a TPU.
 
 `trace` traces a step on placeholders, `compile` hands it to the compiler in a process of its own, `hlo` and `traffic` read what
-came back, `simulate` plays it in the cost model of `custom_ops.cost_model`, `load` supplies what depends on data, `planner`
-puts it together, `report` and `html` show it. All times are modelled.
+came back, `simulate` plays it in the cost model of `custom_ops.cost_model`, `programs` knows what single instructions take,
+`load` and `kernels` supply what depends on data, `planner` puts it together, `report` and `html` show it. All times are
+modelled.
 """
 
 from torchqwen_tpu.planning.planner import plan as plan_request

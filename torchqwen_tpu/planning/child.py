@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import torch_xla.runtime as xr
 
-from custom_ops.tpu_compiler import compile_graph
+from custom_ops.cost_model import CHIPS
+from custom_ops.tpu_compiler import compile_graph, topology
 from torchqwen_tpu.planning.config import read_config
 from torchqwen_tpu.planning.request import Graph
 from torchqwen_tpu.planning.trace import Input, trace
@@ -21,11 +23,7 @@ def main(config_file: str, folder: str) -> None:
     try:
         answer = _compile(Path(config_file), graph, Path(folder) / "hlo")
     except ValueError as error:
-        answer = {"error": str(error), "kind": "value"}
-    except Exception as error:  # the compiler's own exception type is not public
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        answer = {"error": str(error), "kind": "memory"}
+        answer = {"error": str(error)}
     result.write_text(json.dumps(answer))
 
 
@@ -33,16 +31,40 @@ def _compile(config_file: Path, graph: Graph, hlo: Path) -> dict:
     if graph.chips * graph.cores > 1:
         xr.use_spmd()
     traced = trace(read_config(config_file), graph)
-    executable = compile_graph(
-        traced.outputs, [entry.tensor for entry in traced.inputs], [entry.spec for entry in traced.inputs], traced.mesh,
-        donated=traced.donated, topology_name=graph.topology,
-    )  # fmt: skip
+    sizes = dict(zip(traced.mesh.axis_names, traced.mesh.axis_sizes, strict=True))
+    arguments = [_local(entry, sizes) for entry in traced.inputs]
+    given = sum(size for _, size, _ in arguments)
+    capacity = CHIPS[topology(graph.topology).devices[0].device_kind].hbm_bytes
+    memory = {"argument": given, "output": 0, "alias": 0, "temp": 0, "generated_code": 0}
+    answer = {"memory": memory, "arguments": arguments, "fits": False}
+    if given > capacity:
+        return answer
+    try:
+        executable = compile_graph(
+            traced.outputs, [entry.tensor for entry in traced.inputs], [entry.spec for entry in traced.inputs], traced.mesh,
+            donated=traced.donated, topology_name=graph.topology,
+        )  # fmt: skip
+    except Exception as error:  # the compiler's own exception type is not public
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        memory["temp"] = max(_needed(str(error), given), capacity + 1) - given
+        return answer
     hlo.write_text(executable.hlo_modules()[0].to_string())
     stats = executable.get_compiled_memory_stats()
-    names = ("argument", "output", "alias", "temp", "generated_code")
-    memory = {name: getattr(stats, f"{name}_size_in_bytes") for name in names}
-    sizes = dict(zip(traced.mesh.axis_names, traced.mesh.axis_sizes, strict=True))
-    return {"memory": memory, "arguments": [_local(entry, sizes) for entry in traced.inputs]}
+    memory |= {name: getattr(stats, f"{name}_size_in_bytes") for name in memory}
+    return answer | {"fits": True}
+
+
+def _needed(refusal: str, given: int) -> int:
+    """Bytes that the compiler would need, by its message: all of them, or those of temporaries alone."""
+    if found := re.search(r"Used ([\d.]+)([KMG]) of", refusal):
+        return _bytes(*found.groups())
+    found = re.search(r"temporaries \(([\d.]+)([KMG])\)", refusal)
+    return given + _bytes(*found.groups()) if found else 0
+
+
+def _bytes(number: str, unit: str) -> int:
+    return int(float(number) * 1024 ** ("KMG".index(unit) + 1))
 
 
 def _local(entry: Input, sizes: dict[str, int]) -> tuple[str, int, list[int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torchqwen_tpu.planning.compile import Argument
 from torchqwen_tpu.planning.hlo import Computation, Instruction, Module
-from torchqwen_tpu.planning.simulate import operation_of
 
 _LAYOUT = ("copy", "transpose", "reshape", "concatenate", "slice", "dynamic-slice", "dynamic-update-slice", "pad")
 _MOVES = ("sort", "gather", "scatter")
@@ -21,7 +20,7 @@ class Classes:
                 self._weights.setdefault(argument.shape[-2:], _short(argument.part))
 
     def __call__(self, module: Module, computation: Computation, instruction: Instruction) -> str:
-        operation = operation_of(instruction)
+        operation = instruction.operation
         if instruction.opcode == "custom-call" and instruction.target == "tpu_custom_call":
             return f"kernel {instruction.name.rpartition('.')[0] or instruction.name}"
         opcodes = {instruction.opcode}

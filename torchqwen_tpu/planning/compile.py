@@ -23,10 +23,6 @@ from torchqwen_tpu.planning.request import Graph
 _BUNDLES = "-final_bundles.txt"
 
 
-class DoesNotFit(ValueError):
-    """The TPU compiler found that a graph needs more memory than a core has; its own words."""
-
-
 @dataclass(frozen=True)
 class Argument:
     """Arguments of one name: `bytes` of a device, without the padding of tiles, in `shape` of one device."""
@@ -45,6 +41,8 @@ class CompiledStep:
         schedules: programs by the name of their instruction.
         memory: of one device in bytes: 'argument', 'output', 'alias', 'temp', 'generated_code', 'peak'.
         seconds: that tracing and compiling took.
+        fits: false where the graph needs more memory than a core has; 'temp' then is what it needs beside its arguments as
+            the compiler says, or 0 where the arguments alone are too large and nothing was compiled.
     """
 
     graph: Graph
@@ -53,6 +51,12 @@ class CompiledStep:
     memory: dict[str, int]
     arguments: tuple[Argument, ...]
     seconds: float
+    fits: bool = True
+
+    @property
+    def slots(self) -> int:
+        """Sequences of a core that the states have room for."""
+        return next(argument.shape[1] for argument in self.arguments if argument.part == "recurrent states")
 
 
 def compile_step(config_file: Path, graph: Graph) -> CompiledStep:
@@ -60,8 +64,7 @@ def compile_step(config_file: Path, graph: Graph) -> CompiledStep:
 
     Raises:
         ValueError: the layout does not suit the model (in the words of the child).
-        DoesNotFit: the compiler refuses it for its memory.
-        RuntimeError: anything else that the compiler refuses.
+        RuntimeError: what the compiler refuses for another reason than memory.
     """
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="torchqwen-plan-") as folder:
@@ -87,14 +90,15 @@ def compile_step(config_file: Path, graph: Graph) -> CompiledStep:
             raise RuntimeError(_last_lines(Path(folder) / "log"))
         answer = json.loads(result.read_text())
         if "error" in answer:
-            raise (DoesNotFit if answer["kind"] == "memory" else ValueError)(answer["error"])
+            raise ValueError(answer["error"])
         return CompiledStep(
             graph=graph,
-            hlo=(Path(folder) / "hlo").read_text(),
+            hlo=(Path(folder) / "hlo").read_text() if answer["fits"] else "",
             schedules=_schedules(dump),
             memory=answer["memory"],
             arguments=tuple(Argument(part, size, tuple(shape)) for part, size, shape in answer["arguments"]),
             seconds=time.perf_counter() - started,
+            fits=answer["fits"],
         )
 
 

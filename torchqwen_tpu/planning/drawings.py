@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from html import escape
 
 from custom_ops.cost_model import GIB
+from torchqwen_tpu.planning.outcome import Event
 from torchqwen_tpu.planning.result import LayoutPlan, Step
-from torchqwen_tpu.planning.simulate import Event
 
 _COLOURS = ("#2f6fb5", "#e08a2e", "#4f9d5d", "#b5483f", "#7d62ab", "#8a6a52", "#c96a9f", "#6b7683", "#a9a238", "#3aa0a8")
 _WIDTH = 1000

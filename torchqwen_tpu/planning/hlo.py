@@ -19,6 +19,7 @@ _OPERAND = re.compile(r"%([\w.\-<>]+)")
 _CALLED = re.compile(r"(calls|to_apply|body|condition|true_computation|false_computation)=%([\w.\-<>]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CONSTANT = re.compile(r"constant\((-?\d+)\)")
+_OPERATION = re.compile(r"jit\((\w+)\)")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d{1,15})"')
 _SUBLANES = 8
 
@@ -71,6 +72,12 @@ class Instruction:
     def op_name(self) -> str:
         """The operation that the instruction comes from, as PyTorch/XLA and JAX name it."""
         return self.attribute(r'op_name="([^"]*)"') or ""
+
+    @functools.cached_property
+    def operation(self) -> str | None:
+        """The operation of ours that the instruction belongs to, by the outermost function of JAX in its name."""
+        match = _OPERATION.search(self.op_name)
+        return match[1] if match else None
 
     @property
     def target(self) -> str | None:

@@ -49,7 +49,7 @@ def render(plan: Plan) -> str:
     compiled = [layout for layout in plan.layouts if layout.memory]
     if compiled:
         body += ["<h2>Memory of a core</h2>", memory_bars(compiled)]
-        body += [_layout(best)] if best.memory else []
+        body += [_layout(best)] if best.steps else []
     if rows := comparisons(plan):
         body += ["<h2>Beside published timings</h2>", _table(
             ("", "published", "modelled here", "difference"),
@@ -66,10 +66,11 @@ def _layouts(plan: Plan) -> str:
     header = ("layout", "used GiB", "left GiB", "largest concurrency", "prefill ms", "mixed ms", "decode ms", "tokens/s/chip")
     rows = []
     for layout in plan.layouts:
-        if layout.memory is None:
-            rows.append((layout.layout, layout.error or "", *[""] * 6))
-            continue
         memory, steps = layout.memory, layout.steps
+        if not steps:
+            used = (layout.error, "") if memory is None else (f"{memory.used / GIB:.1f}", f"{memory.left / GIB:.1f}")
+            rows.append((layout.layout, *used, *[""] * 5))
+            continue
         mixed = f"{1e3 * steps['mixed'].seconds:.1f}" if "mixed" in steps else "–"
         rows.append((
             layout.layout + (" (chosen)" if layout is plan.best and len(plan.layouts) > 1 else ""), f"{memory.used / GIB:.1f}",

@@ -86,7 +86,9 @@ class Memory:
         ideas.append("more chips")
         if len(layouts) > 1:
             ideas.append("a layout that splits heads (dp_tp, tp)")
-        return f"{_gib(short)} a core are missing; what would help: {'; '.join(ideas)}"
+        uncounted = "" if self.temporaries else ", temporaries not counted"
+        need = f"{_gib(self.used)} a core are needed{uncounted}, {_gib(short)} more than there are"
+        return f"{need}; what would help: {'; '.join(ideas)}"
 
 
 def memory_of(steps: Sequence[CompiledStep], chip: Chip, ranks: int, tokens: int) -> Memory:
@@ -94,15 +96,15 @@ def memory_of(steps: Sequence[CompiledStep], chip: Chip, ranks: int, tokens: int
     weights: dict[str, int] = defaultdict(int)
     states: dict[str, int] = defaultdict(int)
     shapes = {}
-    decode = next(step for step in steps if step.graph.tokens is None)
-    for argument in decode.arguments:
+    one = min(steps, key=lambda step: step.memory["argument"])  # their arguments are the same but for the metadata
+    for argument in one.arguments:
         if argument.part in STATES:
             states[argument.part] += argument.bytes
             shapes[argument.part] = argument.shape
         elif argument.part != "header":
             weights[part_of(argument.part)] += argument.bytes
-    rows = -(-decode.graph.sequences // ranks)
-    allocated = _allocated_rows(shapes, rows)
+    rows = -(-one.graph.sequences // ranks)
+    allocated = one.slots
     pages = states.get("KV pages", 0)
     page_tokens = tokens if not pages else shapes["KV pages"][1] // allocated * shapes["KV pages"][2]
     per_token = pages / allocated / page_tokens if pages else 0.0
@@ -110,7 +112,7 @@ def memory_of(steps: Sequence[CompiledStep], chip: Chip, ranks: int, tokens: int
         capacity=chip.hbm_bytes,
         weights=dict(sorted(weights.items(), key=lambda item: -item[1])),
         states=dict(states),
-        padding=decode.memory["argument"] - sum(weights.values()) - sum(states.values()),
+        padding=one.memory["argument"] - sum(weights.values()) - sum(states.values()),
         temporaries=max(step.memory["temp"] + step.memory["output"] - step.memory["alias"] for step in steps),
         code=sum(step.memory["generated_code"] for step in steps),
         ranks=ranks,
@@ -119,10 +121,6 @@ def memory_of(steps: Sequence[CompiledStep], chip: Chip, ranks: int, tokens: int
         per_sequence=max(sum(states.values()) // allocated, 1),
         per_token=per_token,
     )
-
-
-def _allocated_rows(shapes: dict[str, tuple[int, ...]], rows: int) -> int:
-    return shapes["recurrent states"][1] if "recurrent states" in shapes else rows
 
 
 def part_of(name: str) -> str:

@@ -17,18 +17,23 @@ from torchqwen_tpu.config import LAYOUTS
 from torchqwen_tpu.models.causal_lm import check_divisible
 from torchqwen_tpu.parallel.mesh import DeviceMesh
 from torchqwen_tpu.planning.classes import Classes
-from torchqwen_tpu.planning.compile import CompiledStep, DoesNotFit, compile_step
+from torchqwen_tpu.planning.compile import CompiledStep, compile_step
 from torchqwen_tpu.planning.config import find_config, read_config
 from torchqwen_tpu.planning.hlo import Module, parse
+from torchqwen_tpu.planning.kernels import Kernels
 from torchqwen_tpu.planning.load import Expectations, Load
 from torchqwen_tpu.planning.memory import memory_of, part_of
+from torchqwen_tpu.planning.outcome import Collective, Cost
+from torchqwen_tpu.planning.programs import Programs
 from torchqwen_tpu.planning.request import PlanRequest, graphs
 from torchqwen_tpu.planning.result import LayoutPlan, Plan, Step
-from torchqwen_tpu.planning.roofline import roofline
-from torchqwen_tpu.planning.simulate import Collective, Cost, Player
+from torchqwen_tpu.planning.roofline import Roofline, roofline
+from torchqwen_tpu.planning.simulate import Player
 
 _MATRIX = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 """Dtype of most products by that of the weights."""
+_EXAMPLES = ("2x2x1", "2x4", "2x4", "2x2x1")
+"""Sizes that the compiler takes, for each of CHIPS."""
 Progress = Callable[[str], None]
 
 
@@ -42,7 +47,7 @@ def plan(request: PlanRequest, progress: Progress = lambda what: None) -> Plan:
         FileNotFoundError, ValueError: no such model or topology, another family, a layout that does not divide.
         TpuCompilerMissing: libtpu is not installed.
     """
-    devices = topology(request.topology).devices
+    devices = _devices(request.topology)
     chip = _chip(devices[0].device_kind)
     chips = len(devices) // chip.cores
     file = find_config(request.model)
@@ -75,6 +80,14 @@ def count_parameters(config: PretrainedConfig) -> dict[str, int]:
     return dict(counts)
 
 
+def _devices(name: str) -> list:
+    try:
+        return topology(name).devices
+    except ValueError as error:
+        known = ", ".join(f"{chip.name}:{example}" for chip, example in zip(CHIPS.values(), _EXAMPLES, strict=True))
+        raise ValueError(f"{error}; a topology is a chip and how many lie along each axis, such as {known}") from error
+
+
 def _chip(device_kind: str) -> Chip:
     if device_kind not in CHIPS:
         raise ValueError(f"the cost model does not know {device_kind}; it knows {', '.join(CHIPS)}")
@@ -90,10 +103,9 @@ def _plan_layout(request, file: Path, config, chip: Chip, mesh: DeviceMesh, prog
     compiled: dict[str, CompiledStep] = {}
     for name, graph in graphs(request, mesh.layout, mesh.chips, mesh.cores, mesh.ranks).items():
         progress(f"layout {mesh.layout}: compiling the {name} step for {request.topology}")
-        try:
-            compiled[name] = compile_step(file, graph)
-        except DoesNotFit as error:
-            return LayoutPlan(mesh.layout, mesh.ranks, error=_shortage(str(error)))
+        compiled[name] = compile_step(file, graph)
+        if not compiled[name].fits:
+            return LayoutPlan(mesh.layout, mesh.ranks, memory_of([compiled[name]], chip, mesh.ranks, request.total_len))
     text = config.get_text_config()
     memory = memory_of(list(compiled.values()), chip, mesh.ranks, request.total_len)
     parameters = count_parameters(config)
@@ -101,20 +113,14 @@ def _plan_layout(request, file: Path, config, chip: Chip, mesh: DeviceMesh, prog
     modules = {name: parse(step.hlo) for name, step in compiled.items()}
     for kind, (graph, load) in _loads(request, mesh, compiled).items():
         progress(f"layout {mesh.layout}: modelling {kind}")
-        expected = _expectations(request, text, compiled[graph], load, mesh)
+        expected, kernels = _expectations(request, text, compiled[graph], load, mesh)
         bound = roofline(expected, memory, parameters, chip, _MATRIX[request.dtype], mesh.devices)
-        steps[kind] = _step(kind, request, compiled[graph], modules[graph], chip, expected, bound)
+        steps[kind] = _step(kind, request, compiled[graph], modules[graph], chip, expected, kernels, bound)
     throughput, first, burst, output = _request_times(request, mesh, steps)
     return LayoutPlan(
         mesh.layout, mesh.ranks, memory, steps, first, burst, output, throughput,
         compile_seconds=sum(step.seconds for step in compiled.values()),
     )  # fmt: skip
-
-
-def _shortage(text: str) -> str:
-    """What the compiler says of memory, without its lists of allocations."""
-    found = re.search(r"Used [\d.]+\w of [\d.]+\w hbm\. Exceeded hbm capacity by [\d.]+\w", text)
-    return found[0] if found else " ".join(text.split())[:300]
 
 
 def _loads(request: PlanRequest, mesh: DeviceMesh, compiled: dict[str, CompiledStep]) -> dict[str, tuple[str, Load]]:
@@ -134,17 +140,22 @@ def _loads(request: PlanRequest, mesh: DeviceMesh, compiled: dict[str, CompiledS
     return loads
 
 
-def _expectations(request: PlanRequest, text, step: CompiledStep, load: Load, mesh: DeviceMesh) -> Expectations:
-    rows = step.graph.tokens or max(-(-request.concurrency // mesh.ranks), 2)
+def _expectations(request: PlanRequest, text, step: CompiledStep, load: Load, mesh: DeviceMesh) -> tuple[Expectations, Kernels]:
+    slots = step.slots
+    rows = step.graph.tokens or slots
     state_bytes = 2 if request.state_dtype == "bfloat16" else 4
-    return Expectations(text, load, rows, mesh.shards("heads"), request.page_size, state_bytes, mesh.chips)
+    kernels = Kernels(text, load, rows, request.dtype == "fp8", mesh.shards("heads"), state_bytes, mesh.chips)
+    passes = kernels.experts.passes if kernels.experts and kernels.experts.pallas else None
+    return Expectations(text, load, rows, slots, request.page_size, passes), kernels
 
 
-def _step(kind, request: PlanRequest, step: CompiledStep, module: Module, chip: Chip, expected: Expectations, bound) -> Step:
-    player = Player(
-        module, step.schedules, chip, _torus(request.topology), Classes(step.arguments), expected.turns, expected.kernel_turns,
-        expected.kernel_bytes, expected.kernel_seconds,
-    )  # fmt: skip
+def _step(
+    kind: str, request: PlanRequest, step: CompiledStep, module: Module, chip: Chip, expected: Expectations, kernels: Kernels,
+    bound: Roofline,
+) -> Step:  # fmt: skip
+    programs = Programs(module, step.schedules, kernels.turns, kernels.bytes)
+    classes = Classes(step.arguments)
+    player = Player(module, programs, chip, _torus(request.topology), classes, expected.turns, kernels.seconds)
     result = player.play()
     runs = step.graph.decode_steps if step.graph.tokens is None else 1
     return Step(

@@ -31,7 +31,7 @@ def headline(plan: Plan) -> str:
 
 def why_not(plan: Plan, layout: LayoutPlan) -> str:
     if layout.memory is None:
-        return f"The TPU compiler says: {layout.error}"
+        return layout.error
     return layout.memory.advice(plan.request.dtype, [entry.layout for entry in plan.layouts])
 
 
@@ -43,10 +43,11 @@ def _summary(plan: Plan) -> Iterator[str]:
     rows = [("layout", "used", "left", "largest", "prefill", "mixed", "decode", "tokens/s/chip", "first token", "compiled")]
     rows.append(("", "GiB", "GiB", "concurrency", "ms", "ms", "ms", "", "s", "s"))
     for layout in plan.layouts:
-        if layout.memory is None:
-            rows.append((layout.layout, "–", "–", "–", "–", "–", "–", "–", "–", "–"))
-            continue
         memory, steps = layout.memory, layout.steps
+        if not steps:
+            used = ("–", "–") if memory is None else (f"{memory.used / GIB:.1f}", f"{memory.left / GIB:.1f}")
+            rows.append((layout.layout, *used, "–", "–", "–", "–", "–", "–", "–"))
+            continue
         rows.append((
             layout.layout, f"{memory.used / GIB:.1f}", f"{memory.left / GIB:.1f}", f"{memory.largest_concurrency:,}",
             f"{1e3 * steps['prefill'].seconds:.1f}", f"{1e3 * steps['mixed'].seconds:.1f}" if "mixed" in steps else "–",
@@ -71,6 +72,8 @@ def _layout(plan: Plan, layout: LayoutPlan) -> Iterator[str]:
         ("  programs", f"{memory.code / GIB:.2f}"), ("  left", f"{memory.left / GIB:.2f}"),
     ]  # fmt: skip
     yield from _aligned(rows)
+    if not layout.steps:
+        return
     yield (
         f"  largest concurrency at this length {memory.largest_concurrency:,}, largest context at this concurrency "
         f"{memory.largest_context:,} tokens (temporaries taken as they are)"

@@ -6,9 +6,9 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from torchqwen_tpu.planning.memory import Memory
+from torchqwen_tpu.planning.outcome import Collective, Cost, Event
 from torchqwen_tpu.planning.request import PlanRequest
 from torchqwen_tpu.planning.roofline import Roofline
-from torchqwen_tpu.planning.simulate import Collective, Cost, Event
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class Step:
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """One layout; `error` says why the compiler refused it, and the rest is then empty.
+    """One layout; `error` says why the model cannot be laid out so, and the rest is then empty. Where it does not fit, there
+    are no steps and no times.
 
     tokens_per_second_chip: input and output tokens a second and chip over whole requests; `mixed` with prefill chunks that
     carry decoding sequences, `separate` with prefill first.
@@ -65,7 +66,7 @@ class LayoutPlan:
 
     @property
     def fits(self) -> bool:
-        return self.memory is not None and self.memory.fits
+        return bool(self.steps) and self.memory.fits
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Traced:
 
     outputs: list[torch.Tensor]
     inputs: list[Input]
-    donated: dict[int, int]
+    donated: dict[int, None]
     mesh: AbstractMesh
 
 
@@ -112,8 +112,7 @@ def trace(config: PretrainedConfig, graph: Graph) -> Traced:
             tensors.append(placeholders.make(HEADER, (mesh.ranks, 3 * cache.rows), torch.float32, ("tokens", None)))
         first = len(placeholders.inputs)
         states = [placeholders.make(STATES[axes], shape, kind, axes) for shape, kind, axes in layout.arrays(cache)]
-        function = steps._trace_decode if decode else steps._trace_extend
-        outputs = function(size, (*tensors, *states))
-    donated = {first + number: number for number in range(len(states))}
+        outputs = steps.trace(size, [*tensors, *states])
+    donated = dict.fromkeys(range(first, first + len(states)))  # as torch_xla donates them: XLA chooses the outputs
     abstract = mesh.abstract or AbstractMesh((1, 1), ("chip", "core"))
     return Traced(outputs, placeholders.inputs, donated, abstract)

@@ -42,7 +42,8 @@ def hbm_bytes(module: Module, computation: Computation, instruction: Instruction
 
 
 def _in_hbm(instruction: Instruction) -> int:
-    return sum(array.bytes for array in instruction.arrays if array.in_hbm)
+    """Scalars, which the scalar core has anyway, do not count."""
+    return sum(array.bytes for array in instruction.arrays if array.in_hbm and array.dims)
 
 
 def _size(instruction: Instruction) -> int:

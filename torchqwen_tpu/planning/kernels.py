@@ -1,0 +1,189 @@
+"""What our Pallas kernels do under a load where their schedules cannot tell, because it is data: turns, bytes, exchanges.
+
+Routing is taken to be even and independent, so tiles, pairs and experts that are hit are expectations. A count that no
+function here knows stays unknown, and XLA's estimate stands for the kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+
+from custom_ops.gated_delta_net.pallas_decode import TILE as DECODE_TILE
+from custom_ops.gated_delta_net.tiling import CHUNK
+from custom_ops.ragged_moe import pallas_plan as experts_plan
+from custom_ops.ragged_moe.cost import MoeShape, micro_batches
+from custom_ops.ragged_moe.pallas_combine import BLOCK_ROWS, PIECE
+from custom_ops.ragged_moe.pallas_plan import GROUP, ExpertsShape
+from custom_ops.reduce_scatter.plan import plan as cut_reduce_scatter
+from custom_ops.reduce_scatter.shapes import ReduceScatterShape
+from custom_ops.schedule.bundles import Loop
+from torchqwen_tpu.planning.hlo import Array
+from torchqwen_tpu.planning.load import Load
+
+_SHORT = {"bf16": "bfloat16", "f32": "float32"}
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet:
+    """The kernels of Gated DeltaNet on one core.
+
+    Args:
+        rows: token rows of the graph, of one rank.
+        value_heads, channels: of one core.
+        state_bytes: of an element of the recurrent states.
+    """
+
+    load: Load
+    rows: int
+    value_heads: int
+    channels: int
+    key_dim: int
+    value_dim: int
+    window: int
+    state_bytes: int
+
+    def turns(self, name: str, loop: Loop) -> float | None:
+        if name.startswith("gated_delta_net_decode"):
+            if loop.steps == self.value_heads and not loop.inner:
+                return 0  # zeroes the state of a sequence that is new
+            return max(-(-self.load.decoding // DECODE_TILE), 1) if loop.steps is None else None
+        if name.startswith("gated_delta_net_chunk") and loop.steps is None:
+            return -(-self.rows // CHUNK) + max(self.load.sequences - 1, 0)
+        return None
+
+    def bytes(self, name: str) -> float | None:
+        """Both states of each sequence read and written, rows read and written."""
+        if not name.startswith("gated_delta_net"):
+            return None
+        load, decode = self.load, name.startswith("gated_delta_net_decode")
+        tokens, sequences = (load.decoding, load.decoding) if decode else (load.prefill, load.sequences)
+        values = self.value_heads * self.value_dim
+        states = 2 * values * self.key_dim * self.state_bytes
+        windows = 2 * 2 * (self.window - 1) * self.channels
+        return sequences * (states + windows) + tokens * (2 * self.channels + 8 * self.value_heads + 2 * values)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The kernels of the local experts, in each of the micro-batches that a layer's tokens are cut into.
+
+    Args:
+        shape: what a micro-batch's kernels are built for.
+        tokens: that it holds.
+    """
+
+    shape: ExpertsShape
+    tokens: float
+
+    @functools.cached_property
+    def filled(self) -> ExpertsShape:
+        return dataclasses.replace(self.shape, rows=self.tokens)
+
+    @property
+    def pallas(self) -> bool:
+        """Whether the kernels take these sizes; elsewhere XLA's loop over tiles computes the experts."""
+        return experts_plan.supports(self.shape)
+
+    @property
+    def hit(self) -> float:
+        """Expected local experts that at least one token picks."""
+        shape = self.shape
+        return shape.experts * (1 - (1 - shape.top_k / shape.num_experts) ** self.tokens)
+
+    @property
+    def passes(self) -> int:
+        """Over the experts; more than one where pairs are too many for the memory of their results."""
+        return -(-math.ceil(self.filled.mean_pairs) // experts_plan.plan(self.shape).pairs)
+
+    def turns(self, name: str, loop: Loop) -> float | None:
+        if loop.steps is not None:
+            return None
+        if name.startswith("ragged_moe_experts"):
+            items = self.shape.experts * experts_plan.tiles_of_an_expert(self.filled, experts_plan.plan(self.shape).tile)
+            if loop.inner:
+                return items
+            groups = self.shape.experts * experts_plan.tiles_of_an_expert(self.filled, GROUP)
+            return groups / items  # of an item's rows
+        if name.startswith("ragged_moe_combine"):
+            return self._pieces
+        return None
+
+    @property
+    def _blocks(self) -> int:
+        return -(-self.shape.rows // BLOCK_ROWS)
+
+    @property
+    def _pieces(self) -> float:
+        """Of a block of rows: runs of results start anywhere in a piece."""
+        return max(self.filled.mean_pairs / self._blocks / PIECE + 0.5 * (self._blocks > 1), 1.0)
+
+    def bytes(self, name: str) -> float | None:
+        """Experts that are hit, and each pair's row read and result written; then results read and rows written."""
+        shape, row = self.shape, 2 * self.shape.hidden
+        if name.startswith("ragged_moe_experts"):
+            scales = 4 * (2 * shape.width + shape.hidden) * shape.experts if shape.scales == "channel" else 0
+            return self.hit * shape.weight_bytes + scales + 2 * row * self.filled.mean_pairs
+        if name.startswith("ragged_moe_combine"):
+            return self._blocks * self._pieces * PIECE * row + shape.rows * row
+        return None
+
+
+class Kernels:
+    """All of a graph's kernels under a load; every method answers None for what it does not know.
+
+    Args:
+        config: the text configuration.
+        rows: token rows of the graph, of one rank.
+        fp8: whether the experts' weights are.
+        head_shards: devices over which heads are split.
+    """
+
+    def __init__(self, config, load: Load, rows: int, fp8: bool, head_shards: int, state_bytes: int, chips: int):
+        self._chips, self._cores = chips, load.devices // chips
+        self._gated_delta_net = GatedDeltaNet(
+            load, rows, config.linear_num_value_heads // head_shards, _channels(config) // head_shards,
+            config.linear_key_head_dim, config.linear_value_head_dim, config.linear_conv_kernel_dim, state_bytes,
+        )  # fmt: skip
+        self.experts = _experts(config, load, rows, fp8, chips) if hasattr(config, "num_experts") else None
+
+    def turns(self, name: str, loop: Loop) -> float | None:
+        """Turns of a loop in a kernel."""
+        turns = self._gated_delta_net.turns(name, loop)
+        return self.experts.turns(name, loop) if turns is None and self.experts else turns
+
+    def bytes(self, name: str) -> float | None:
+        """Bytes that a kernel moves, where it touches only a part of what it is given."""
+        size = self._gated_delta_net.bytes(name)
+        return self.experts.bytes(name) if size is None and self.experts else size
+
+    def seconds(self, name: str, operand: Array) -> float | None:
+        """Seconds of a call of the hierarchical reduce-scatter, by the model in `custom_ops.reduce_scatter.cost`."""
+        if name != "reduce_scatter":
+            return None
+        *outer, hidden = operand.dims
+        shape = ReduceScatterShape(self._chips, self._cores, math.prod(outer), hidden, _SHORT[operand.dtype])
+        cut = cut_reduce_scatter(shape)
+        return None if cut is None else cut.time / len(cut.column_blocks)
+
+
+def _channels(config) -> int:
+    keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    return keys + config.linear_num_value_heads * config.linear_value_head_dim
+
+
+def _experts(config, load: Load, rows: int, fp8: bool, chips: int) -> Experts:
+    dtype = "float8_e4m3fn" if fp8 else "bfloat16"
+    sizes = (config.hidden_size, config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size)
+    hidden, experts, top_k, width = sizes
+    parts = 1
+    if load.ranks > 1 and rows * load.ranks % load.devices == 0:
+        layer = MoeShape(chips, load.devices // chips, rows * load.ranks, *sizes, dtype, dtype)
+        parts = micro_batches(layer)
+    taken = -(-rows * load.ranks // parts // experts_plan.SUBLANES) * experts_plan.SUBLANES
+    shape = ExpertsShape(
+        taken, top_k, experts // load.devices, experts, hidden, width, dtype, "channel" if fp8 else "none"
+    )
+    return Experts(shape, load.tokens / parts)
