@@ -144,6 +144,7 @@ class Engine:
         executor, scheduler = self._executor, self.scheduler
         executor.restore(scheduler.admit())
         pieces = scheduler.prefill()
+        self._count_use()
         went_on: dict[Request, None] = {}
         if any(pieces):
             self._prefill(pieces, went_on)
@@ -267,16 +268,20 @@ class Engine:
             ended=request.ended,
         )
 
-    def _count(self, seconds: float, device: float, compiled: int) -> None:
+    def _count_use(self) -> None:
+        """Of the pools, before requests that end in this step leave them."""
         statistics, ranks = self.statistics, self.scheduler.ranks
+        statistics.pages += sum(rank.pool.used / rank.pool.total for rank in ranks) / len(ranks)
+        slots = sum(len(rank.running) for rank in ranks)
+        statistics.slots += slots / (len(ranks) * self._executor.shape.rows)
+
+    def _count(self, seconds: float, device: float, compiled: int) -> None:
+        statistics = self.statistics
         statistics.steps += 1
         statistics.step_seconds += seconds
         statistics.device_seconds += device
         statistics.preemptions = self.scheduler.preemptions - self._counted[0]
         statistics.reused_tokens = self.scheduler.reused_tokens - self._counted[1]
-        statistics.pages += sum(rank.pool.used / rank.pool.total for rank in ranks) / len(ranks)
-        slots = sum(len(rank.running) for rank in ranks)
-        statistics.slots += slots / (len(ranks) * self._executor.shape.rows)
         if compiled and self._warm:
             statistics.compilations += compiled
             logger.error(f"{compiled} graphs were compiled in service, after warm-up; please report this as a fault")
