@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from torchqwen_tpu.evaluation.batches import Request
 from torchqwen_tpu.evaluation.scoring import TokenScores
-from torchqwen_tpu.evaluation.texts import first_token
 
 SUFFIXES = (".jsonl", ".parquet", ".npz")
 FORMS = '{"text": T} or {"prompt": P, "continuation": C}, each a string or a list of token ids'
@@ -58,13 +57,21 @@ def _request(entry, tokenizer: PreTrainedTokenizerBase) -> Request:
             context, rest = _ids("prompt", prompt, tokenizer), _ids("continuation", continuation, tokenizer)
         if not rest:
             raise ValueError("the continuation is empty; there is nothing to score")
-        return context or [first_token(tokenizer)], rest
+        return context or [_first_token(tokenizer)], rest
     if isinstance(entry, dict) and "text" in entry:
         ids = _ids("text", entry["text"], tokenizer)
         if not ids:
             raise ValueError("the text is empty; there is nothing to score")
         return ids[:1], ids[1:]
     raise ValueError(f"a line must be {FORMS}")
+
+
+def _first_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that begins a text, or else the one that ends one."""
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return token
+    raise ValueError("the tokenizer has no token that begins or ends a text, and nothing precedes this one")
 
 
 def _ids(name: str, value, tokenizer: PreTrainedTokenizerBase) -> list[int]:
