@@ -12,7 +12,7 @@ import pytest
 SCRIPT = Path(__file__).parent / "large_checkpoint.py"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("quantization", ["keep"])
 def test_host_memory_is_bounded_by_a_layer_and_what_is_read_ahead(tmp_path, quantization):
     command = [sys.executable, str(SCRIPT), str(tmp_path), "--quantization", quantization]

@@ -45,14 +45,14 @@ def check(compiled, relative_error, weights, wire: str, tokens: int, load: str) 
     assert relative_error(result[some], expected) <= BOUNDS[wire]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("wire", BOUNDS)
 @pytest.mark.parametrize("tokens, load", [(1, "uniform"), (8, "skewed"), *((64, load) for load in LOADS)])
 def test_steps_of_decode(compiled, relative_error, weights, wire, tokens, load):
     check(compiled, relative_error, weights, wire, tokens, load)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("wire", BOUNDS)
 @pytest.mark.parametrize("tokens, load", [(1000, "skewed"), (8192, "uniform")])
 def test_steps_of_prefill(compiled, relative_error, weights, wire, tokens, load):

@@ -215,7 +215,7 @@ def test_decode_at_397b_compiles_for_ironwood():
     assert program.memory_analysis().temp_size_in_bytes < 16 * 2**20
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("scales", ["none", "channel", "block"])
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_prefill_at_published_sizes_compiles_for_ironwood(model, scales):
@@ -225,7 +225,7 @@ def test_prefill_at_published_sizes_compiles_for_ironwood(model, scales):
     assert program.memory_analysis().temp_size_in_bytes < 256 * 2**20
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["bfloat16", "fp8 by channel", "fp8 by block"])
 def test_397b_on_four_of_its_experts(form):
     """At the real sizes, of which memory forbids all 512 experts."""

@@ -140,7 +140,7 @@ def test_an_interrupted_plan_leaves_nothing_behind(cut, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_397b_in_fp8_on_one_machine():
     plan = torchqwen_tpu.plan(str(CONFIGS / "Qwen3.5-397B-A17B.json"), dtype="fp8", prefill_chunk=512)
     memory = plan.best.memory

@@ -64,7 +64,7 @@ def answers(folder, tmp_path_factory) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.spmd
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 @pytest.mark.parametrize("mesh", [(1, 1, "dp"), *MESHES.values()], ids=["one device", *MESHES])
@@ -78,7 +78,7 @@ def test_full_load(folder, answers, mesh, engine):
         assert result["aborted"] > 0 and (result["preemptions"] > 0 or mesh[2] == "dp")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_soak(small_folder, soak_seconds):
     """Random load for a while: no growth in memory, no compilation, no wrong answer, nothing left in the pools."""
     model = torchqwen_tpu.AutoModelForCausalLM.from_pretrained(small_folder, dtype="float32", runtime=RUNTIME)
