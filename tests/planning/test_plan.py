@@ -1,4 +1,4 @@
-"""Whole plans by the TPU compiler: a cut 397B in every run, the published sizes among the slow tests."""
+"""Whole plans by the TPU compiler: a cut 397B among the slow tests, the published size among those of many minutes."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def planned(cut):
     return torchqwen_tpu.plan(str(cut), concurrency=64, input_len=1024, output_len=64, prefill_chunk=128)
 
 
+@pytest.mark.slow
 def test_memory_agrees_with_a_hand_count(planned):
     memory = planned.best.memory
     assert memory.weights["routed experts"] == LAYERS * EXPERTS * 3 * WIDTH * HIDDEN * 2 // DEVICES
@@ -50,6 +51,7 @@ def test_memory_agrees_with_a_hand_count(planned):
     assert memory.padding < 0.02 * memory.used
 
 
+@pytest.mark.slow
 def test_what_is_left_fits(planned):
     memory = planned.best.memory
     assert memory.fits and planned.fits
@@ -59,6 +61,7 @@ def test_what_is_left_fits(planned):
     assert memory.largest_context > 1088
 
 
+@pytest.mark.slow
 def test_every_kind_of_step_has_a_time_above_its_roofline(planned):
     steps = planned.best.steps
     assert set(steps) == {"prefill", "mixed", "decode, start", "decode, end"}
@@ -79,6 +82,7 @@ def exchanges(step) -> dict[str, float]:
     return {kind: pytest.approx(runs) for kind, runs in counts.items()}
 
 
+@pytest.mark.slow
 def test_kernels_and_collectives_of_every_layer_are_there(planned):
     step = planned.best.steps["decode, start"]
     assert step.costs["kernel gated_delta_net_decode"].runs == pytest.approx(3)
@@ -100,6 +104,7 @@ class _Balanced(HTMLParser):
         assert self.open.pop() == tag
 
 
+@pytest.mark.slow
 def test_the_report_is_one_file(planned):
     page = render(planned)
     parser = _Balanced()
@@ -109,6 +114,7 @@ def test_the_report_is_one_file(planned):
     assert "modelled" in page
 
 
+@pytest.mark.slow
 def test_json_and_text(planned):
     answer = json.loads(json.dumps(planned.to_dict()))
     assert answer["best"] == "dp" and answer["layouts"][0]["fits"]
