@@ -8,7 +8,8 @@ import pytest
 
 from torchqwen_tpu.cli import main
 from torchqwen_tpu.planning import PlanRequest, planner
-from torchqwen_tpu.planning.config import find_config, read_config
+from torchqwen_tpu.checkpoint.resolve import read_config
+from torchqwen_tpu.planning.config import find_config
 from torchqwen_tpu.planning.request import graphs
 
 

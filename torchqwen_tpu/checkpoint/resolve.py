@@ -48,13 +48,21 @@ def load_config(folder: Path) -> PretrainedConfig:
     file = folder / "config.json"
     if not file.exists():
         raise FileNotFoundError(f"{folder} holds no config.json")
+    return read_config(file)
+
+
+def read_config(file: Path) -> PretrainedConfig:
+    """A configuration of this family, from a file of any name.
+
+    Raises:
+        ValueError: not JSON, or another family's.
+    """
     try:
         settings = json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
-    model_type = settings.get("model_type") if isinstance(settings, dict) else None
-    check_family(model_type, str(file))
-    return AutoConfig.from_pretrained(folder)
+    check_family(settings.get("model_type") if isinstance(settings, dict) else None, str(file))
+    return AutoConfig.from_pretrained(file)
 
 
 def check_family(model_type: str | None, where: str) -> None:

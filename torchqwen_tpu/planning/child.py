@@ -11,7 +11,7 @@ import torch_xla.runtime as xr
 
 from custom_ops.cost_model import CHIPS
 from custom_ops.tpu_compiler import compile_graph, topology
-from torchqwen_tpu.planning.config import read_config
+from torchqwen_tpu.checkpoint.resolve import read_config
 from torchqwen_tpu.planning.request import Graph
 from torchqwen_tpu.planning.trace import Input, trace
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
-from transformers import AutoConfig, PretrainedConfig
-
-from torchqwen_tpu.checkpoint.resolve import check_family
-
 
 def find_config(model: str) -> Path:
     """The config.json of a model.
@@ -34,17 +29,3 @@ def find_config(model: str) -> Path:
         raise FileNotFoundError(
             f"{model} is neither a folder or config.json here nor a model that the hub gave ({type(error).__name__}: {error})"
         ) from error
-
-
-def read_config(file: Path) -> PretrainedConfig:
-    """A configuration of this family.
-
-    Raises:
-        ValueError: not JSON, or another family's.
-    """
-    try:
-        settings = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    check_family(settings.get("model_type") if isinstance(settings, dict) else None, str(file))
-    return AutoConfig.from_pretrained(file)

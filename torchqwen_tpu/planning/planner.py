@@ -18,7 +18,8 @@ from torchqwen_tpu.models.causal_lm import check_divisible
 from torchqwen_tpu.parallel.mesh import DeviceMesh
 from torchqwen_tpu.planning.classes import Classes
 from torchqwen_tpu.planning.compile import CompiledStep, compile_step
-from torchqwen_tpu.planning.config import find_config, read_config
+from torchqwen_tpu.checkpoint.resolve import read_config
+from torchqwen_tpu.planning.config import find_config
 from torchqwen_tpu.planning.hlo import Module, parse
 from torchqwen_tpu.planning.kernels import Kernels
 from torchqwen_tpu.planning.load import Expectations, Load
