@@ -55,7 +55,7 @@ def small_memory(monkeypatch):
         (64, "fp8 by channel", "float8_e4m3fn"),
         (64, "fp8 by block", "float8_e4m3fn"),
         (200, "bfloat16", "bfloat16"),
-        pytest.param(1000, "fp8 by channel", "float8_e4m3fn", marks=pytest.mark.slow),
+        pytest.param(1000, "fp8 by channel", "float8_e4m3fn", marks=pytest.mark.long),
     ],
 )
 def test_formats_and_loads(rows, form, rows_dtype):

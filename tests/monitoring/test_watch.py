@@ -165,7 +165,7 @@ def numbers(value) -> list[float]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("new_tokens", [1, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("new_tokens", [1, pytest.param(10, marks=pytest.mark.long)])
 def test_scanned_layers_show_what_layers_one_by_one_show(tmp_path, new_tokens):
     """A NaN in an expert of the last layer, which is the second of its stack."""
     folder = save_random(moe_config(layer_types=["full_attention", "linear_attention"] * 2, num_hidden_layers=4), tmp_path)

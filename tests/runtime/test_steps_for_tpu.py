@@ -15,9 +15,14 @@ HBM = 96 * 2**30
 """Bytes of a core."""
 
 
-@pytest.mark.slow
 @pytest.mark.spmd
-@pytest.mark.parametrize("kind, kernel", [("decode", "gated_delta_net_decode"), ("mixed", "gated_delta_net_chunk")])
+@pytest.mark.parametrize(
+    "kind, kernel",
+    [
+        pytest.param("decode", "gated_delta_net_decode", marks=pytest.mark.slow),
+        pytest.param("mixed", "gated_delta_net_chunk", marks=pytest.mark.long),
+    ],
+)
 def test_steps_of_397b(kind, kernel):
     settings = {
         "PJRT_DEVICE": "CPU",
