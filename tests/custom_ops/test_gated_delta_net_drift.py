@@ -56,8 +56,8 @@ def outputs(rows: int, log_rate: float, dtype: str) -> np.ndarray:
 def test_bfloat16_states_over_many_tokens(rows, log_rate, bound, record_property):
     exact, stored = outputs(rows, log_rate, "float32"), outputs(rows, log_rate, "bfloat16")
     error, late = relative_error(stored, exact), relative_error(stored[-1024:], exact[-1024:])
-    record_property("relative_error", error)
-    record_property("relative_error_of_the_last_1024", late)
+    record_property("relative_error", float(error))
+    record_property("relative_error_of_the_last_1024", float(late))
     print(f"{rows} rows a call, A = exp({log_rate}): {error:.1e}, in the last 1,024 tokens {late:.1e}")
     assert 0 < error <= bound
     assert late <= 1.25 * error
