@@ -21,7 +21,6 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CONSTANT = re.compile(r"constant\((-?\d+)\)")
 _OPERATION = re.compile(r"jit\((\w+)\)")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d{1,15})"')
-_SUBLANES = 8
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,6 @@ class Roofline:
     peak: float
     derated: float
 
-    @property
-    def total_bytes(self) -> float:
-        return sum(self.bytes.values())
-
 
 def roofline(
     expected: Expectations, memory: Memory, parameters: dict[str, int], chip: Chip, dtype: str, devices: int
