@@ -59,3 +59,9 @@ def one_where(condition):
 def side_by_side(x, y):
     """The left half of x's lanes and the right half of y's."""
     return jnp.where(iota(x.shape, 1) < x.shape[1] // 2, x, y)
+
+
+def copy_lane(x, lane):
+    """x [rows, 128] with a lane of each row in the place of others: `lane` is one number for all, or one for each element."""
+    index = jnp.broadcast_to(jnp.asarray(lane, jnp.int32), x.shape)
+    return jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds")

@@ -8,11 +8,13 @@ work. Two value heads lie side by side wherever a matrix is 64 wide ("a pair"). 
 matrix is made of blocks: those of 16 on the diagonal by substitution in FP32, then twice the size, twice.
 All products take FP32 operands as sums of two BF16 matrices. The running state is FP32 from chunk to chunk.
 
-Schedule for tpu7x, 16 key and 64 value heads: about 20,500 bundles a chunk (convolution and norms 5,900, reading the
-state and the triangular matrices 4,500, inverses 4,200, solving 1,700, outputs 2,000, new state 1,900), 1,300 more where
-a sequence begins and ends, and 2,300 once a call. Vector arithmetic takes about 11,000 of a chunk; the rest is latency
-between the stages' products and spilled registers. HBM bytes a chunk: 1.5 MiB of tokens in and 1 MiB out in BF16, and a
-sequence's states once each way. XLA then copies the output from [tokens, heads * 128] to [tokens, heads, 128].
+Schedule for tpu7x, 16 key and 64 value heads: about 18,300 bundles a chunk (convolution and norms 4,700, reading the
+state and the triangular matrices 3,700, inverses 4,100, solving 1,900, outputs 2,000, new state 1,800), and 1,600 more where
+a sequence begins and ends. Vector arithmetic fills about 10,500 of a chunk and the matrix unit 7,800 (70 % of the time of
+doubling the inverses' blocks); the rest is latency between them. The compiler spills registers in these loops.
+Gates are copied over the lanes by the unit that moves lanes, which has little else to do. HBM bytes a chunk: 1.5 MiB of
+tokens in and 1 MiB out in BF16, and a sequence's states once each way. XLA then copies the output from
+[tokens, heads * 128] to [tokens, heads, 128].
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from jax.experimental import pallas as pl
 
 from custom_ops.gated_delta_net.pallas_chunk_copies import START, WAIT, begin_sequence, drain, end_sequence, load
 from custom_ops.gated_delta_net.pallas_chunk_memory import Chunk, Operands, Scratch, declare
-from custom_ops.gated_delta_net.pallas_chunk_rows import prepare_rows, set_selectors
+from custom_ops.gated_delta_net.pallas_chunk_rows import prepare_rows
 from custom_ops.gated_delta_net.pallas_chunk_state import read_state, solve, update_state, write_output
-from custom_ops.gated_delta_net.pallas_chunk_triangle import invert, set_copiers, set_pair
+from custom_ops.gated_delta_net.pallas_chunk_triangle import invert, set_pair
 from custom_ops.gated_delta_net.pallas_launch import launch
 from custom_ops.gated_delta_net.shapes import GatedDeltaNetShape
 from custom_ops.gated_delta_net.tiling import CHUNK, LANES, chunk_table
@@ -41,8 +43,6 @@ def _kernel(chunk: Chunk) -> None:
     def _():
         chunk.scratch.pending[0] = 0
         load(chunk, index, START)
-        set_selectors(chunk)
-        set_copiers(chunk)
 
     load(chunk, index, WAIT)
 
@@ -118,7 +118,7 @@ def prefill(
         return pl.BlockSpec((CHUNK, *array.shape[1:]), lambda t, block, *_: (block[t], 0))
 
     return launch(
-        kernel, "gated_delta_net_chunk", scalars, (qkv, b, a), (conv_weight, a_log, dt_bias), (conv_pool, state_pool),
+        kernel, "gated_delta_net_chunk", scalars, (qkv, b, a), (conv_weight / 2, a_log, dt_bias), (conv_pool, state_pool),
         steps=count, of_rows=of_chunk, output=jax.ShapeDtypeStruct((tokens, value_heads * LANES), qkv.dtype),
         scratch=scratch, vmem_bytes=62 * 2**20, interpret=interpret,
     )  # fmt: skip

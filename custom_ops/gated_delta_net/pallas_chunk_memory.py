@@ -52,8 +52,10 @@ class Scratch(NamedTuple):
     values: Any
     key_products: Any
     query_products: Any
-    total_column: Any
-    beta_column: Any
+    total: Any
+    beta: Any
+    growth: Any
+    damping: Any
     total_row: Any
     beta_row: Any
     lower: Any
@@ -62,11 +64,9 @@ class Scratch(NamedTuple):
     rest: Any
     read: Any
     change: Any
+    damped: Any
     turned: Any
-    onehot: Any
-    copies: Any
     packed: Any
-    column: Any
     pending: Any
     in_sem: Any
     out_sem: Any
@@ -94,27 +94,30 @@ def declare(shape: GatedDeltaNetShape, window_rows: int, conv_dtype, state_dtype
         # k kᵀ and q kᵀ, each twice side by side.
         key_products=memory(key_heads, CHUNK, LANES),
         query_products=memory(key_heads, CHUNK, LANES),
-        # g summed up to each row and beta, by head as a column over all lanes and by pair as rows.
-        total_column=memory(value_heads, CHUNK, LANES),
-        beta_column=memory(value_heads, CHUNK, LANES),
+        # A value head a lane: log2(e) g summed up to each row, beta, how much of the old state is left at a row and how
+        # much of a row at the end; the first two by pair as rows, too.
+        total=memory(CHUNK, LANES),
+        beta=memory(CHUNK, LANES),
+        growth=memory(CHUNK, LANES),
+        damping=memory(CHUNK, LANES),
         total_row=memory(pairs, LANES),
         beta_row=memory(pairs, LANES),
-        # The strictly lower triangular matrix; what weighs the new values in the outputs, in two BF16 parts.
-        lower=memory(pairs, CHUNK, LANES),
+        # In two BF16 parts: the strictly lower triangular matrices as block diagonal ones; what weighs the new values in
+        # the outputs.
+        lower=memory(pairs, 2, LANES, LANES, dtype=jnp.bfloat16),
         attend=memory(pairs, 2, CHUNK, LANES, dtype=jnp.bfloat16),
         # The inverse, and a product on the way to it.
         inverse=memory(pairs, CHUNK, LANES),
         rest=memory(pairs, CHUNK // 2, LANES),
-        # What the old state adds to the outputs; v less what it has for k, then the new values.
+        # What the old state adds to the outputs; v less what it has for k, then the new values;
+        # these as far as they are left at the chunk's end.
         read=memory(value_heads, CHUNK, LANES),
         change=memory(value_heads, CHUNK, LANES),
-        # A transposed matrix of gates; 0 and 1 for products that copy a column over all lanes, and over a block's lanes.
+        damped=memory(value_heads, CHUNK, LANES),
+        # A transposed matrix of gates.
         turned=memory(value_heads, LANES),
-        onehot=memory(3 * value_heads, value_heads * LANES, dtype=jnp.bfloat16),
-        copies=memory(2 * LANES, BASE * LANES, dtype=jnp.bfloat16),
-        # The blocks on the diagonals in two BF16 parts; each of their columns over the block's lanes.
-        packed=memory(pairs * BASE, 2 * LANES, dtype=jnp.bfloat16),
-        column=memory(pairs * BASE, BASE * LANES),
+        # The blocks on the diagonals.
+        packed=memory(pairs * BASE, LANES),
         # Whether copies still read from `s_out` and `c_out`.
         pending=pltpu.SMEM((1,), jnp.int32),
         in_sem=pltpu.SemaphoreType.DMA((2,)),

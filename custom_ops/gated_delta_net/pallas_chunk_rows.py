@@ -3,64 +3,54 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from custom_ops.gated_delta_net.pallas_arithmetic import dot, iota, one_where, side_by_side, softplus, split, split_exactly
+from custom_ops.gated_delta_net.pallas_arithmetic import (
+    dot,
+    iota,
+    one_where,
+    side_by_side,
+    softplus,
+    split,
+    split_exactly,
+)
 from custom_ops.gated_delta_net.pallas_chunk_memory import AHEAD, Chunk
 from custom_ops.gated_delta_net.tiling import CHUNK, LANES
 
 NORM_EPSILON = 1e-6
-
-
-def set_selectors(chunk: Chunk) -> None:
-    """`onehot`: columns 128 h and on have 1 where a row belongs to value head h of three parts of the gates."""
-    heads, onehot = chunk.shape.value_heads, chunk.scratch.onehot
-
-    def fill(h):
-        lanes = pl.ds(pl.multiple_of(h * LANES, LANES), LANES)
-        onehot[:, lanes] = one_where(lax.rem(iota((3 * heads, LANES), 0), heads) == h)
-
-    chunk.loop(heads, fill, 2)
+LOG2_E = math.log2(math.e)
 
 
 def prepare_rows(chunk: Chunk, valid) -> None:
     """All that is known of the rows before the state is read. valid: [64, 128], see `Chunk.valid`."""
-    gates = _gates(chunk)
-    chunk.together(
-        (chunk.shape.key_heads, functools.partial(_convolve_key_head, chunk, valid)),
-        (chunk.shape.value_heads // 2, functools.partial(_spread_gates, chunk, gates)),
-        most=4,
-    )
+    _gates(chunk)
+    chunk.loop(chunk.shape.key_heads, functools.partial(_convolve_key_head, chunk, valid), 4)
 
 
-def _gates(chunk: Chunk):
-    """g summed up to each row and beta; both are 0 in rows that are not the sequence's.
-
-    Writes them as rows of pairs; returns three exact BF16 parts of [g over beta] side by side, [128, 3 * value heads].
-    """
+def _gates(chunk: Chunk) -> None:
+    """What follows from g and beta, which are 0 in rows that are not the sequence's; see `Scratch` in `declare`."""
     operands, scratch, heads = chunk.operands, chunk.scratch, chunk.shape.value_heads
     valid = chunk.valid(heads)
     g = jnp.where(valid, -jnp.exp(operands.a_log[...]) * softplus(operands.a[...] + operands.dt_bias[...]), 0)
     beta = jnp.where(valid, jax.nn.sigmoid(operands.b[...]), 0)
     ones = one_where(iota((CHUNK, CHUNK), 0) >= iota((CHUNK, CHUNK), 1))
-    total = sum(dot(ones, part) for part in reversed(split_exactly(g)))
+    total = sum(dot(ones, part) for part in reversed(split_exactly(g * LOG2_E)))
+    columns = (
+        (scratch.total, total),
+        (scratch.beta, beta),
+        (scratch.growth, jnp.exp2(total)),
+        (scratch.damping, jnp.exp2(total[CHUNK - 1 :] - total)),
+    )
+    for gate, value in columns:
+        gate[:, :heads] = value
     for x, rows in ((total, scratch.total_row), (beta, scratch.beta_row)):
         scratch.turned[...] = jnp.concatenate([x.T, x.T], axis=1)
         rows[...] = side_by_side(*(scratch.turned[pl.ds(n, heads // 2, stride=2)] for n in range(2)))
-    return jnp.concatenate([jnp.concatenate(split_exactly(x), axis=1) for x in (total, beta)])
-
-
-def _spread_gates(chunk: Chunk, gates, p) -> None:
-    """A pair's columns of both gates, copied over all lanes; products with 0 and 1 are exact."""
-    lanes = pl.ds(pl.multiple_of(2 * p * LANES, 2 * LANES), 2 * LANES)
-    both = dot(gates, chunk.scratch.onehot[:, lanes])
-    for n in range(2):
-        mine = slice(n * LANES, (n + 1) * LANES)
-        chunk.scratch.total_column[2 * p + n], chunk.scratch.beta_column[2 * p + n] = both[:CHUNK, mine], both[CHUNK:, mine]
 
 
 def _convolve_key_head(chunk: Chunk, valid, head) -> None:
@@ -83,7 +73,10 @@ def _normalized(x, norm: float = 1.0):
 
 
 def _convolve(chunk: Chunk, valid, c):
-    """SiLU of the convolution of the rows, channels 128 c and on: [64, 128]. Writes the window after the last row."""
+    """SiLU of the convolution of the rows, channels 128 c and on: [64, 128]. Writes the window after the last row.
+
+    The weights are half of those of the convolution, since SiLU of x is h + h tanh(h) with h = x / 2.
+    """
     operands, scratch = chunk.operands, chunk.scratch
     inputs, weight = scratch.inputs, operands.conv_weight
     history = weight.shape[0] - 1
@@ -98,5 +91,4 @@ def _convolve(chunk: Chunk, valid, c):
     for e in range(history):
         y += inputs[c, pl.ds(AHEAD - history + e, CHUNK)] * weight[e : e + 1, lanes]
     scratch.c_out[:history, lanes] = inputs[c, pl.ds(chunk.end + AHEAD - history, history)].astype(scratch.c_out.dtype)
-    half = y * 0.5
-    return half * jnp.tanh(half) + half
+    return y * jnp.tanh(y) + y

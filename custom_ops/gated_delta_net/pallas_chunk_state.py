@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from custom_ops.gated_delta_net.pallas_arithmetic import dot, product, split
+from custom_ops.gated_delta_net.pallas_arithmetic import copy_lane, dot, product, split
 from custom_ops.gated_delta_net.pallas_chunk_memory import Chunk
 from custom_ops.gated_delta_net.tiling import CHUNK, LANES
 
@@ -22,17 +22,20 @@ def read_state(chunk: Chunk, head) -> None:
     both = product((scratch.keys[head, 0], scratch.keys[head, 1]), split(states))
     for n in heads:
         h, lanes = head * group + n, slice(n * LANES, (n + 1) * LANES)
-        growth = jnp.exp(scratch.total_column[h])
+        growth = copy_lane(scratch.growth[...], h)
         scratch.change[h] = scratch.values[h] - growth * both[:CHUNK, lanes]
         scratch.read[h] = growth * both[CHUNK:, lanes]
 
 
 def solve(chunk: Chunk, p) -> None:
-    """The new values of a pair, in place of `change`."""
+    """The new values of a pair, in place of `change`, and as they count at the chunk's end."""
     scratch = chunk.scratch
     inverse = split(scratch.inverse[p] * scratch.beta_row[pl.ds(p, 1)])
     new = product(inverse, _values_of_pair(chunk, p))
-    scratch.change[2 * p], scratch.change[2 * p + 1] = new[:, :LANES], new[:, LANES:]
+    for n in range(2):
+        h, values = 2 * p + n, new[:, n * LANES : (n + 1) * LANES]
+        scratch.change[h] = values
+        scratch.damped[h] = values * copy_lane(scratch.damping[...], h)
 
 
 def write_output(chunk: Chunk, valid, p) -> None:
@@ -62,10 +65,9 @@ def update_state(chunk: Chunk, head) -> None:
     top, rest = scratch.keys[head, 0, :CHUNK], scratch.keys[head, 1, :CHUNK]
     damped, growth = [], []
     for n in range(group):
-        total = scratch.total_column[head * group + n]
-        last = total[CHUNK - 1 :]
-        damped.append(scratch.change[head * group + n] * jnp.exp(last - total))
-        growth.append(jnp.exp(last))
+        h = head * group + n
+        damped.append(scratch.damped[h])
+        growth.append(copy_lane(scratch.growth[CHUNK - 8 :], h)[7:])
     values = split(jnp.concatenate(damped, axis=1))
     keys, values = jnp.concatenate([top, top, rest]), jnp.concatenate([*values, values[0]])
     added = dot(keys, values, ((0,), (0,)))

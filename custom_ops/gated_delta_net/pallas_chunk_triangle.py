@@ -7,24 +7,17 @@ the inverse of [[A, 0], [B, D]], which is [[A⁻¹, 0], [-D⁻¹ B A⁻¹, D⁻�
 from __future__ import annotations
 
 import functools
+import math
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from custom_ops.gated_delta_net.pallas_arithmetic import dot, iota, one_where, side_by_side, split, stacked_product
+from custom_ops.gated_delta_net.pallas_arithmetic import copy_lane, iota, side_by_side, split, stacked_product
 from custom_ops.gated_delta_net.pallas_chunk_memory import BASE, Chunk
 from custom_ops.gated_delta_net.tiling import CHUNK, LANES
 
 BLOCKS = CHUNK // BASE
-
-
-def set_copiers(chunk: Chunk) -> None:
-    """`copies`: a product with its columns 128 j and on copies column j of every block over the block's lanes."""
-    source, target = iota((2 * LANES, LANES), 0), iota((2 * LANES, LANES), 1)
-    for j in range(BASE):
-        same = lax.rem(source, LANES) == target - lax.rem(target, BASE) + j
-        chunk.scratch.copies[:, j * LANES : (j + 1) * LANES] = one_where(same)
 
 
 def set_pair(chunk: Chunk, p) -> None:
@@ -33,46 +26,51 @@ def set_pair(chunk: Chunk, p) -> None:
     heads = 2 * p, 2 * p + 1
     key_heads = [lax.div(h, group) for h in heads]
 
-    def pair(ref, places):
-        return side_by_side(*(ref[place] for place in places))
+    def products(ref):
+        if group % 2 == 0:
+            return ref[key_heads[0]]
+        return side_by_side(*(ref[head] for head in key_heads))
 
     row, lane = iota((CHUNK, LANES), 0), iota((CHUNK, LANES), 1) & (CHUNK - 1)
-    distance = pair(scratch.total_column, heads) - scratch.total_row[pl.ds(p, 1)]
-    damping = jnp.exp(jnp.where(row >= lane, distance, -jnp.inf))
-    weights = pair(scratch.beta_column, heads) * pair(scratch.key_products, key_heads)
+    head_of_lane = 2 * p + lax.div(iota((CHUNK, LANES), 1), CHUNK)
+    distance = copy_lane(scratch.total[...], head_of_lane) - scratch.total_row[pl.ds(p, 1)]
+    damping = jnp.exp2(jnp.where(row >= lane, distance, -jnp.inf))
+    weights = copy_lane(scratch.beta[...], head_of_lane) * products(scratch.key_products)
     matrix = jnp.where(row > lane, weights * damping, 0)
-    scratch.lower[p] = matrix
-    scratch.attend[p, 0], scratch.attend[p, 1] = split(pair(scratch.query_products, key_heads) * damping)
+    scratch.lower[p, 0], scratch.lower[p, 1] = map(_diagonal, split(matrix))
+    scratch.attend[p, 0], scratch.attend[p, 1] = split(products(scratch.query_products) * damping)
     rows = pl.ds(pl.multiple_of(p * BASE, BASE), BASE)
-    scratch.packed[rows] = jnp.concatenate(split(_pack_blocks(matrix)), axis=1)
+    scratch.packed[rows] = _pack_blocks(matrix)
 
 
 def invert(chunk: Chunk) -> None:
     """The inverses of all pairs."""
     pairs = chunk.shape.value_heads // 2
-    chunk.loop(BASE // 2, functools.partial(_copy_columns, chunk), 1)
-    chunk.loop(pairs, functools.partial(_invert_blocks, chunk), 8)
+    some = math.gcd(pairs, 8)
+    chunk.loop(pairs // some, functools.partial(_invert_blocks, chunk, some), 1)
     for size in (BASE, 2 * BASE):
         chunk.loop(pairs, functools.partial(_multiply_left, chunk, size), 32)
         chunk.loop(pairs, functools.partial(_multiply_right, chunk, size), 32)
 
 
-def _copy_columns(chunk: Chunk, j) -> None:
-    """Columns 2 j and 2 j + 1 of every block of all heads, over the block's lanes."""
-    lanes = pl.ds(pl.multiple_of(j * 2 * LANES, 2 * LANES), 2 * LANES)
-    chunk.scratch.column[:, lanes] = dot(chunk.scratch.packed[...], chunk.scratch.copies[:, lanes])
+def _invert_blocks(chunk: Chunk, some: int, first) -> None:
+    """Substitution in the blocks of `some` pairs in step, which take the same lanes in turn.
 
-
-def _invert_blocks(chunk: Chunk, p) -> None:
-    """Substitution in a pair's blocks; columns of the second half change the second half of the rows alone."""
-    x = (iota((BASE, LANES), 0) == lax.rem(iota((BASE, LANES), 1), BASE)).astype(jnp.float32)
-    half = BASE // 2
+    Columns of the second half change the second half of the rows alone.
+    """
+    scratch, half = chunk.scratch, BASE // 2
+    pairs = [first * some + n for n in range(some)]
+    lane = iota((BASE, LANES), 1)
+    block = lane - lax.rem(lane, BASE)
+    blocks = [scratch.packed[pl.ds(pl.multiple_of(p * BASE, BASE), BASE)] for p in pairs]
+    inverses = [(iota((BASE, LANES), 0) == lane - block).astype(jnp.float32)] * some
     for j in range(BASE - 1):
-        first = 0 if j < half - 1 else half
-        rows = pl.ds(pl.multiple_of(p * BASE + first, half), BASE - first)
-        changed = x[first:] - chunk.scratch.column[rows, j * LANES : (j + 1) * LANES] * x[j : j + 1]
-        x = jnp.concatenate([x[:first], changed]) if first else changed
-    chunk.scratch.inverse[p] = _unpack_blocks(x)
+        start = 0 if j < half - 1 else half
+        for n, x in enumerate(inverses):
+            changed = x[start:] - copy_lane(blocks[n][start:], block[start:] + j) * x[j : j + 1]
+            inverses[n] = jnp.concatenate([x[:start], changed]) if start else changed
+    for p, x in zip(pairs, inverses, strict=True):
+        scratch.inverse[p] = _unpack_blocks(x)
 
 
 def _lower_blocks(size: int) -> list[slice]:
@@ -81,19 +79,18 @@ def _lower_blocks(size: int) -> list[slice]:
 
 
 def _multiply_left(chunk: Chunk, size: int, p) -> None:
-    """D⁻¹ B of a pair's blocks of this size, into `rest`."""
+    """D⁻¹ times all that is below the diagonal, of a pair's blocks of this size, into `rest`."""
     scratch = chunk.scratch
-    row, lane = iota((CHUNK, LANES), 0), iota((CHUNK, LANES), 1) & (CHUNK - 1)
-    below = (lax.div(row, size) & 1 == 1) & (lax.div(lane, size) == lax.div(row, size) - 1)
     inverses = jnp.concatenate([scratch.inverse[p, rows] for rows in _lower_blocks(size)])
-    corner = jnp.where(below, scratch.lower[p], 0)
-    scratch.rest[p] = stacked_product(split(inverses), tuple(map(_diagonal, split(corner))))
+    scratch.rest[p] = stacked_product(split(inverses), (scratch.lower[p, 0], scratch.lower[p, 1]))
 
 
 def _multiply_right(chunk: Chunk, size: int, p) -> None:
-    """-D⁻¹ B A⁻¹, into its place in the inverse."""
-    inverse = chunk.scratch.inverse
+    """-D⁻¹ B A⁻¹, into its place in the inverse. What stands beside B in `rest` gives columns that nobody wants."""
+    inverse, shape = chunk.scratch.inverse, (CHUNK // 2, LANES)
+    wanted = lax.div(iota(shape, 1) & (CHUNK - 1), size) == 2 * lax.div(iota(shape, 0), size)
     corners = stacked_product(split(chunk.scratch.rest[p]), tuple(map(_diagonal, split(inverse[p]))))
+    corners = jnp.where(wanted, corners, 0)
     for n, rows in enumerate(_lower_blocks(size)):
         inverse[p, rows] -= corners[n * size : (n + 1) * size]
 

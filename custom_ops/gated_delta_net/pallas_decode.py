@@ -12,8 +12,8 @@ growth ([1 | k] [S over deltaᵀ / growth]), where the product with 1 is exact.
 While a sequence's state is updated, the next one's is read by the matrix unit, the one after is on its way from HBM and
 the one before on its way back. What needs no state (convolution, norms, gates) is done for eight sequences at once.
 
-Schedule for tpu7x, 16 key and 64 value heads, eight sequences, BF16 states: about 1,680 bundles before the first
-state is updated and 1,440 for each sequence, 13,200 in all (6.0 µs at an assumed 2.2 GHz). The states take 32 MiB through
+Schedule for tpu7x, 16 key and 64 value heads, eight sequences, BF16 states: about 1,420 bundles before the first
+state is updated and 1,440 for each sequence, 12,900 in all (5.9 µs at an assumed 2.2 GHz). The states take 32 MiB through
 HBM, 9.1 µs at 3.69 TB/s, so that bytes bind. Vector arithmetic fills 960 bundles of a sequence's 1,440; the rest are those
 in which the compiler begins with the weights of the next state's products, and it spills registers in that loop.
 """

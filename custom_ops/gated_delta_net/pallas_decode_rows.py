@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -18,13 +20,16 @@ NORM_EPSILON = 1e-6
 
 def clear_new_windows(tile: Tile) -> None:
     """A sequence that begins has zeros before its first row, whatever its slot holds."""
-    windows = tile.scratch.c_in
+    windows, fresh = tile.scratch.c_in, tile.operands.fresh
+    is_new = [fresh[tile.first + s] == 1 for s in range(TILE)]
 
-    @pl.loop(0, TILE)
-    def _(s):
-        @pl.when(tile.operands.fresh[tile.first + s] == 1)
-        def _():
-            windows[tile.parity, s] = jnp.zeros(windows.shape[2:], windows.dtype)
+    @pl.when(functools.reduce(jnp.logical_or, is_new))
+    def _():
+        @pl.loop(0, TILE)
+        def _(s):
+            @pl.when(fresh[tile.first + s] == 1)
+            def _():
+                windows[tile.parity, s] = jnp.zeros(windows.shape[2:], windows.dtype)
 
 
 def spread_gates(tile: Tile) -> None:

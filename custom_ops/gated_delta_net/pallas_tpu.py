@@ -16,8 +16,8 @@ from custom_ops.gated_delta_net.tiling import CHUNK, LANES
 
 
 def supports(shape: GatedDeltaNetShape) -> bool:
-    """Whether the kernels take these heads: as wide as a tile's 128 lanes, and an even number of them."""
-    return (shape.key_dim, shape.value_dim) == (LANES, LANES) and shape.key_heads % 2 == 0
+    """Whether the kernels take these heads: as wide as a tile's 128 lanes, an even number of them, at most 128 for values."""
+    return (shape.key_dim, shape.value_dim) == (LANES, LANES) and shape.key_heads % 2 == 0 and shape.value_heads <= LANES
 
 
 def gated_delta_net(
@@ -33,7 +33,10 @@ def gated_delta_net(
         ValueError: heads that `supports` refuses.
     """
     if not supports(shape):
-        raise ValueError(f"the Pallas kernels take an even number of key heads of {LANES} by {LANES}, not {shape}")
+        raise ValueError(
+            f"the Pallas kernels take an even number of key heads and at most {LANES} value heads, of {LANES} by {LANES}, "
+            f"not {shape}"
+        )
     weights = (conv_weight.astype(jnp.float32), A_log.astype(jnp.float32), dt_bias.astype(jnp.float32))
     tokens, sequences = qkv.shape[0], query_start.shape[0]
     static = {"shape": shape, "interpret": interpret}

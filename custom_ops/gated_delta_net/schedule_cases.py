@@ -7,6 +7,7 @@ import functools
 
 import jax
 
+from custom_ops.gated_delta_net.pallas_decode_memory import TILE
 from custom_ops.gated_delta_net.shapes import GatedDeltaNetShape
 from custom_ops.schedule.bundles import Loop
 from custom_ops.schedule.cases import Case, Program
@@ -97,8 +98,8 @@ def _unknown(count: int, loop: Loop) -> int | None:
 
 
 def _decode_trips(loop: Loop) -> int | None:
-    """No sequence is new, so the short loops that zero a state, head by head, are not entered."""
-    return 0 if loop.steps == SHAPE.value_heads and not loop.inner else None
+    """No sequence is new, so the short loops that zero a state, head by head, or a tile's windows are not entered."""
+    return 0 if loop.steps in (SHAPE.value_heads, TILE) and not loop.inner else None
 
 
 def _cases(state_dtype: str) -> list[Case]:
