@@ -31,6 +31,7 @@ from torchqwen_tpu.config import QUANTIZATIONS
 
 SCRIPT = Path(__file__).parent / "preparations_that_die.py"
 KEEP = RuntimeConfig(quantization="keep")
+FP8 = torch.float8_e4m3fn
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def converts(monkeypatch) -> list[str]:
 
 def assert_same_bits(result, expected) -> None:
     plain = [
-        {name: tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor for name, tensor in state.items()}
+        {name: tensor.contiguous().view(torch.uint8) if tensor.dtype == FP8 else tensor for name, tensor in state.items()}
         for state in (result, expected)
     ]
     assert_same(*plain)
@@ -128,8 +129,8 @@ def test_a_checkpoint_without_fp8_has_no_policy(tmp_path):
     ],
     ids=["dtype", "quantization", "scan_layers", "mesh"],
 )
-def test_refused_for_anything_else(fp8_folder, tmp_path, reads, field, arguments):
-    """With the published folder and alone, before a weight is read."""
+def test_refused_for_anything_else(fp8_folder, tmp_path, field, arguments):
+    """With the published folder and alone."""
     target = tmp_path / "prepared"
     load(fp8_folder, dtype="float32", runtime=KEEP, save_prepared=target)
     for folder, options in ((fp8_folder, {"save_prepared": target}), (target, {})):
@@ -244,7 +245,7 @@ def test_full_disk(fp8_folder, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_disk_that_is_too_small(fp8_folder, tmp_path, monkeypatch, reads):
+def test_disk_that_is_too_small(fp8_folder, tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(prepared.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(OSError, match="1,000 bytes free and the prepared checkpoint takes"):
