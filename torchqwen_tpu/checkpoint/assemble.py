@@ -48,7 +48,8 @@ class Assembler:
         Returns: a function that waits for the parameter in its form on the device; it raises CheckpointError for scales that
             no block can have and for weights that are not finite.
         """
-        self._files.prefetch(source.name for source in filling.sources)
+        for source in filling.sources:
+            self._files.prefetch(source.name)
         if not filling.is_experts:
             return submit(self._matrix, filling).result
         ((shape, sources),) = filling.parts.values()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -99,11 +99,11 @@ class CheckpointFiles:
         entry = self.tensors.get(scale_of(name))
         return DTYPES[entry.dtype] if entry else torch.float32
 
-    def prefetch(self, names: Iterable[str]) -> None:
-        """Have the system start to read these tensors, without waiting for them."""
-        for name in names:
-            entry = self.tensors[name]
-            os.posix_fadvise(self._open_files[entry.file], entry.offset, entry.bytes, os.POSIX_FADV_WILLNEED)
+    def prefetch(self, name: str, start: int = 0, length: int | None = None) -> None:
+        """Have the system start to read a tensor, or a part of it, without waiting for it."""
+        entry = self.tensors[name]
+        count = entry.bytes if length is None else length
+        os.posix_fadvise(self._open_files[entry.file], entry.offset + start, count, os.POSIX_FADV_WILLNEED)
 
 
 def _close(open_files: dict[Path, int]) -> None:

@@ -126,10 +126,15 @@ def checkpoint_hash(files: CheckpointFiles) -> str:
     differs in the middle of its tensors; what goes unseen is damage to single bytes elsewhere.
     """
     digest = hashlib.sha256((files.folder / "config.json").read_bytes())
+    samples = {}
     for name, entry in files.tensors.items():
+        length = min(entry.bytes, SAMPLE)
+        samples[name] = (entry.bytes - length) // 2, length
+        files.prefetch(name, *samples[name])
+    for name, (start, length) in samples.items():
+        entry, sample = files.tensors[name], torch.empty(length, dtype=torch.uint8)
+        files.read_into(name, sample, start)
         digest.update(f"{entry.file.name} {name} {entry.dtype} {entry.shape} {entry.offset}\n".encode())
-        sample = torch.empty(min(entry.bytes, SAMPLE), dtype=torch.uint8)
-        files.read_into(name, sample, (entry.bytes - len(sample)) // 2)
         digest.update(sample.numpy())
     return digest.hexdigest()
 
@@ -219,7 +224,7 @@ def load_prepared(files: PreparedFiles, model: nn.Module, place: Place) -> None:
     total = sum(files.tensors[name].bytes for name in jobs)
 
     def start(name: str, submit: Callable) -> Callable[[], torch.Tensor]:
-        files.prefetch([name])
+        files.prefetch(name)
         return submit(files.read, name).result
 
     with tqdm(
