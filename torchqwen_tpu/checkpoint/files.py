@@ -103,7 +103,8 @@ class CheckpointFiles:
         """Have the system start to read a tensor, or a part of it, without waiting for it."""
         entry = self.tensors[name]
         count = entry.bytes if length is None else length
-        os.posix_fadvise(self._open_files[entry.file], entry.offset + start, count, os.POSIX_FADV_WILLNEED)
+        if count:  # zero stands for the rest of the file
+            os.posix_fadvise(self._open_files[entry.file], entry.offset + start, count, os.POSIX_FADV_WILLNEED)
 
 
 def _close(open_files: dict[Path, int]) -> None:
