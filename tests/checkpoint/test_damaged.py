@@ -150,12 +150,12 @@ def test_weight_that_float16_cannot_hold(checkpoint, tmp_path, name):
 )  # fmt: skip
 def test_every_number_that_is_not_finite_is_found(dtype, integer):
     """By itself among all that are finite."""
-    numbers = torch.arange(1 << 8 * dtype.itemsize).to(integer).view(dtype)
-    finite = numbers[torch.isfinite(numbers.float())]
-    wrong = numbers[~torch.isfinite(numbers.float())]
-    assert first_not_finite(finite) is None and len(wrong) >= 2
+    bits = torch.arange(1 << 8 * dtype.itemsize).to(integer)
+    is_finite = torch.isfinite(bits.view(dtype).float())
+    finite, wrong = bits[is_finite], bits[~is_finite]
+    assert first_not_finite(finite.view(dtype)) is None and len(wrong) >= 2
     for number in wrong:
-        assert first_not_finite(torch.cat([finite[:9], number.view(1), finite[9:]])) == [9]
+        assert first_not_finite(torch.cat([finite[:9], number.view(1), finite[9:]]).view(dtype)) == [9]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -float("nan")])
