@@ -21,8 +21,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 def whole_config(**text) -> Qwen3_5MoeConfig:
-    """A layer of Gated DeltaNet and one of attention over 8 experts, and a stub of a vision tower."""
-    text = moe_config(layer_types=["linear_attention", "full_attention"], num_hidden_layers=2, **text)
+    """A layer of Gated DeltaNet and one of attention (unless `layer_types` says others) over 8 experts, and a stub of a vision
+    tower."""
+    kinds = text.pop("layer_types", ["linear_attention", "full_attention"])
+    text = moe_config(layer_types=kinds, num_hidden_layers=len(kinds), **text)
     vision = {
         "depth": 1,
         "hidden_size": 16,
@@ -180,7 +182,7 @@ def quantized(checkpoint: Checkpoint, scales: torch.dtype = torch.bfloat16, fuse
     """The checkpoint in FP8; its multi-token-prediction head too. Experts are one tensor each unless `fused`."""
     tensors = dict(checkpoint.tensors)
     if not fused:
-        unfuse(tensors)
+        unfuse(tensors, range(checkpoint.config.get_text_config().num_hidden_layers))
         unfuse(tensors, [0], "mtp.")
     for name in list(tensors):
         if name.endswith(QUANTIZED) and "visual" not in name:

@@ -25,11 +25,11 @@ def checkpoint_folder(checkpoint, tmp_path_factory) -> Path:
 def reads(monkeypatch) -> list[str]:
     """Names of the tensors whose data is read, in order."""
     names: list[str] = []
-    read = CheckpointFiles.read
+    read_into = CheckpointFiles.read_into
 
-    def recorded(self, name):
+    def recorded(self, name, *arguments):
         names.append(name)
-        return read(self, name)
+        return read_into(self, name, *arguments)
 
-    monkeypatch.setattr(CheckpointFiles, "read", recorded)
+    monkeypatch.setattr(CheckpointFiles, "read_into", recorded)
     return names

@@ -1,10 +1,11 @@
 """A generated FP8 checkpoint with the layers of 35B-A3B in full width, and what loading it costs; run on its own.
 
-    python tests/checkpoint/large_checkpoint.py FOLDER [--layers 2] [--quantization keep]
+    python tests/checkpoint/large_checkpoint.py FOLDER [--layers 2] [--quantization keep] [--prepare]
 
 Writes the checkpoint (0.85 GB a layer) unless FOLDER holds it, and prints JSON: the speed of `cat` and of the load on files
 that are not in the page cache, and the most memory of the host that the load took beyond what the devices hold (which on a
-CPU is host memory too, and taken off).
+CPU is host memory too, and taken off). With --prepare also the seconds of a load, of one that prepares, and of one that reads
+what was prepared, files not in the page cache either.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -124,15 +126,37 @@ def measure(folder: Path, quantization: str) -> dict:
     }
 
 
+def measure_prepared(folder: Path, quantization: str) -> dict:
+    from torchqwen_tpu import AutoModelForCausalLM, RuntimeConfig
+
+    seconds = {}
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        target = Path(temporary) / "prepared"
+        for name, source, options in (
+            ("load", folder, {}), ("load_and_prepare", folder, {"save_prepared": target}),
+            ("load_prepared", folder, {"save_prepared": target}), ("load_prepared_alone", target, {}),
+        ):  # fmt: skip
+            drop_from_cache([*folder.glob("*.safetensors"), *target.glob("*.safetensors")])
+            started = time.perf_counter()
+            AutoModelForCausalLM.from_pretrained(source, runtime=RuntimeConfig(quantization=quantization), **options)
+            seconds[f"{name}_seconds"] = round(time.perf_counter() - started, 2)
+        seconds["prepared_bytes"] = sum(file.stat().st_size for file in target.iterdir())
+    return seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--quantization", default="keep")
+    parser.add_argument("--prepare", action="store_true")
     options = parser.parse_args()
     if not (options.folder / "config.json").exists():
         write(options.folder, options.layers)
-    print(json.dumps(measure(options.folder, options.quantization), indent=2))
+    result = measure(options.folder, options.quantization)
+    if options.prepare:
+        result |= measure_prepared(options.folder, options.quantization)
+    print(json.dumps(result, indent=2))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ def main() -> None:
             name: [tuple(shard.data.shape) for shard in spmd.XLAShardedTensor(value).local_shards]
             for name, value in model.named_parameters()
         }
-        result[policy] = {"logits": model(**padded(ROWS)).logits.cpu(), "shards": shards}
+        tokens = model.generate(**padded(ROWS), max_new_tokens=16, do_sample=True, temperature=100.0, top_k=0, seed=3)
+        result[policy] = {"logits": model(**padded(ROWS)).logits.cpu(), "shards": shards, "tokens": tokens}
     torch.save(result, output)
 
 

@@ -10,7 +10,8 @@ import torch
 from checkpoints import WHOLE, load, shard_name, tensors_of, unfuse, write_index
 from safetensors.torch import save_file
 
-from torchqwen_tpu.checkpoint.files import INDEX, CheckpointError
+from torchqwen_tpu.checkpoint.files import INDEX, CheckpointError, CheckpointFiles
+from torchqwen_tpu.checkpoint.host import first_not_finite
 
 A_LOG = WHOLE + "layers.0.linear_attn.A_log"
 QUERY = WHOLE + "layers.1.self_attn.q_proj.weight"
@@ -113,6 +114,66 @@ def test_fused_and_single_experts_at_once(checkpoint, tmp_path, refused):
 )
 def test_dtype_that_is_no_weight(checkpoint, tmp_path, refused, dtype):
     refused(checkpoint.write(tmp_path, change=lambda tensors: tensors.update({QUERY: tensors[QUERY].to(dtype)})), QUERY)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", [A_LOG, QUERY, EXPERTS + "gate_up_proj", WHOLE + "norm.weight"])
+def test_weight_that_is_not_finite(checkpoint, tmp_path, name, value):
+    place = [length - 1 for length in checkpoint.tensors[name].shape]
+
+    def change(tensors):
+        tensors[name] = tensors[name].clone()
+        tensors[name][tuple(place)] = value
+
+    folder = checkpoint.write(tmp_path, SHARDS, change)
+    with pytest.raises(CheckpointError) as error:
+        load(folder)
+    message = f"holds {value} at {place}"
+    assert name in str(error.value) and "-of-00003.safetensors" in str(error.value) and message in str(error.value)
+
+
+@pytest.mark.parametrize("name", [QUERY, EXPERTS + "down_proj"])
+def test_weight_that_float16_cannot_hold(checkpoint, tmp_path, name):
+    def change(tensors):
+        tensors[name] = tensors[name].clone()
+        tensors[name].view(-1)[-1] = 1e6
+
+    folder = checkpoint.write(tmp_path, change=change)
+    with pytest.raises(CheckpointError, match=f"{name} .* float16"):
+        load(folder, dtype="float16")
+    load(folder)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "integer"),
+    [(torch.float8_e4m3fn, torch.uint8), (torch.bfloat16, torch.int16), (torch.float16, torch.int16)], ids=str,
+)  # fmt: skip
+def test_every_number_that_is_not_finite_is_found(dtype, integer):
+    """By itself among all that are finite."""
+    bits = torch.arange(1 << 8 * dtype.itemsize).to(integer)
+    is_finite = torch.isfinite(bits.view(dtype).float())
+    finite, wrong = bits[is_finite], bits[~is_finite]
+    assert first_not_finite(finite.view(dtype)) is None and len(wrong) >= 2
+    for number in wrong:
+        assert first_not_finite(torch.cat([finite[:9], number.view(1), finite[9:]]).view(dtype)) == [9]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -float("nan")])
+def test_float32_that_is_not_finite_is_found(value):
+    tensor = torch.tensor([[3e38, -3e38, 0.0], [1.0, value, -0.0]])
+    assert first_not_finite(tensor) == [1, 1] and first_not_finite(tensor[:1]) is None
+    assert first_not_finite(tensor[:0]) is None
+
+
+def test_file_that_is_cut_short_after_it_was_opened(checkpoint, tmp_path):
+    """An error that names file and tensor, in place of a process that ends."""
+    folder = checkpoint.write(tmp_path)
+    files = CheckpointFiles(folder)
+    last = list(files.tensors)[-1]
+    file = folder / "model.safetensors"
+    file.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=f"{file} is truncated: .* {last}"):
+        files.read(last)
 
 
 def test_tensor_in_two_shards(checkpoint, tmp_path, refused):

@@ -49,6 +49,31 @@ def test_scale_that_cannot_be(refused, name, value, policy):
     refused(change, scale, policy)
 
 
+@pytest.mark.parametrize("policy", QUANTIZATIONS)
+@pytest.mark.parametrize("bits", [0x7F, 0xFF], ids=hex)
+@every_weight
+def test_weight_that_is_no_number(refused, name, bits, policy):
+    def change(tensors):
+        tensors[name] = tensors[name].clone()
+        tensors[name].view(torch.uint8)[-1, 3] = bits
+
+    refused(change, name, policy)
+
+
+@pytest.mark.parametrize("policy", QUANTIZATIONS)
+def test_number_that_is_none_in_fused_experts(tmp_path, policy):
+    """The error says of which expert it is."""
+    name = WHOLE + "layers.1.mlp.experts.down_proj"
+
+    def change(tensors):
+        tensors[name] = tensors[name].clone()
+        tensors[name].view(torch.uint8)[5, 7, 9] = 0xFF
+
+    folder = quantized(random_checkpoint(wide_config()), fused=True).write(tmp_path, change=change)
+    with pytest.raises(CheckpointError, match=rf"{name} in \S*model.safetensors holds nan at \[5, 7, 9\]"):
+        load(folder, runtime=RuntimeConfig(quantization=policy))
+
+
 @every_weight
 def test_missing_scale(refused, reads, name):
     refused(lambda tensors: tensors.pop(name + "_scale_inv"), name + "_scale_inv")

@@ -214,6 +214,41 @@ def test_bfloat16_weights_stay_under_every_policy(wide, tmp_path):
         assert_same(published_state(load_as(policy, folder, None)), wide.parameters())
 
 
+KINDS = ["linear_attention", "full_attention"] * 2
+
+
+@pytest.mark.parametrize("policy", QUANTIZATIONS)
+def test_scanned_layers(tmp_path, row, policy):
+    """Stacks of FP8 weights and of their scales hold what the layers hold, and give the same logits."""
+    folder = quantized(random_checkpoint(wide_config(layer_types=KINDS))).write(tmp_path)
+    plain, scanned = (
+        load(folder, dtype="float32", runtime=RuntimeConfig(quantization=policy, scan_layers=scan)) for scan in (False, True)
+    )
+    names = fp8_names(scanned)
+    assert all(":" in name for name in names) and 2 * len(names) == len(fp8_names(plain))
+    assert len(names) == (0 if policy == "dequantize" else 12)
+    assert_same_numbers(published_state(scanned), published_state(plain))
+    torch.testing.assert_close(scanned(**padded([row])).logits.cpu(), plain(**padded([row])).logits.cpu(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("policy", ["keep", "channel"])
+def test_a_stack_has_one_precision(tmp_path, policy):
+    """A matrix that is BF16 in one of its layers is the model's dtype in all of them."""
+    plain = random_checkpoint(wide_config(layer_types=KINDS))
+    name = WHOLE + "layers.3.self_attn.o_proj.weight"
+
+    def change(tensors):
+        tensors[name] = plain.tensors[name]
+        del tensors[name + "_scale_inv"]
+
+    folder = quantized(plain).write(tmp_path, change=change)
+    model = load(folder, dtype="float32", runtime=RuntimeConfig(quantization=policy, scan_layers=True))
+    names = fp8_names(model)
+    assert names and not any("o_proj" in name for name in names)
+    state = published_state(model)
+    assert torch.equal(state["model.layers.3.self_attn.o_proj.weight"], plain.tensors[name].float())
+
+
 def test_state_dict_goes_back_in(wide_folder, row, logits):
     model = load_as("keep", wide_folder)
     model.load_state_dict(published_state(model))

@@ -18,11 +18,14 @@ from torchqwen_tpu.config import QUANTIZATIONS
 
 pytestmark = pytest.mark.spmd
 SCRIPT = Path(__file__).parent / "sharded_fp8.py"
+VOCABULARY = 97
+"""A prime: no layout divides it."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return quantized(random_checkpoint(wide_config())).write(tmp_path_factory.mktemp("fp8"), shards=2)
+    config = wide_config(vocab_size=VOCABULARY)
+    return quantized(random_checkpoint(config)).write(tmp_path_factory.mktemp("fp8"), shards=2)
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +55,13 @@ def test_an_expert_is_on_its_owner_alone(sharded, policy):
     if policy != "dequantize":
         name = "model.layers.1.self_attn.qkv_proj.weight"
         assert {shape[-1] for shape in shards[name]} == {shape[-1] for shape in shards[name + "_scale"]} == {192}
+
+
+@pytest.mark.parametrize("policy", QUANTIZATIONS)
+def test_a_vocabulary_that_does_not_divide_is_whole_everywhere(sharded, policy):
+    """Embedding and head are on every device, without padding that could be sampled, scored or saved."""
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        shapes = sharded[policy]["shards"][name]
+        assert len(shapes) == 8 and all(sorted(shape) == [VOCABULARY, 160] for shape in shapes)
+    assert sharded[policy]["logits"].shape[-1] == VOCABULARY
+    assert sharded[policy]["tokens"].max() < VOCABULARY

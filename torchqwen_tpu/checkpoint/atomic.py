@@ -29,7 +29,7 @@ def replaced_checkpoint(folder: Path) -> Iterator[Path]:
     try:
         yield partial
         for file in partial.iterdir():
-            _to_disk(file)
+            to_disk(file)
         _swap(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -38,15 +38,15 @@ def replaced_checkpoint(folder: Path) -> Iterator[Path]:
 def _swap(partial: Path, folder: Path) -> None:
     for old in (folder / CONFIG, folder / INDEX, *folder.glob("model*.safetensors")):
         old.unlink(missing_ok=True)
-    _to_disk(folder)
+    to_disk(folder)
     last = [name for name in (INDEX, CONFIG) if (partial / name).exists()]
     others = sorted(file.name for file in partial.iterdir() if file.name not in last)
     for name in [*others, *last]:
         os.replace(partial / name, folder / name)
-    _to_disk(folder)
+    to_disk(folder)
 
 
-def _to_disk(path: Path) -> None:
+def to_disk(path: Path) -> None:
     """Have the file, or the names in the folder, survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -1,14 +1,22 @@
-"""The safetensors files of a checkpoint: which tensors they hold, what is wrong with them, and their data, mapped."""
+"""The safetensors files of a checkpoint: which tensors they hold, what is wrong with them, and their data.
+
+Data are read, not mapped: copying a mapped page costs several times what the system's own copy does, because each page
+faults; and a file that is cut short meanwhile is an error of `read`, while a mapping of it ends the process.
+"""
 
 from __future__ import annotations
 
 import json
-import mmap
+import os
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from torchqwen_tpu.checkpoint.header import DTYPES, CheckpointError, TensorEntry, read_header
+from torchqwen_tpu.checkpoint.host import host_tensor
+from torchqwen_tpu.checkpoint.names import scale_of
 
 __all__ = ["INDEX", "SINGLE", "CheckpointError", "CheckpointFiles", "TensorEntry"]
 
@@ -19,15 +27,20 @@ SINGLE = "model.safetensors"
 class CheckpointFiles:
     """Tensors of a checkpoint folder by name. Headers are read and checked at once, data when a tensor is asked for.
 
-    Files are mapped for as long as this object lives, so what it reads stays what it was when the folder is written anew.
+    Files stay open for as long as this object lives, so what it reads stays what it was when the folder is written anew.
+
+    Args:
+        names: the files to read; None for those of a published checkpoint.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, names: Sequence[str] | None = None):
         self.folder = folder
-        self._maps: dict[Path, mmap.mmap] = {}
         self.tensors: dict[str, TensorEntry] = {}
-        expected = self._expected()
-        for file in sorted(set(expected.values())) if expected else [folder / SINGLE]:
+        self._open_files: dict[Path, int] = {}
+        weakref.finalize(self, _close, self._open_files)
+        expected = self._expected() if names is None else {}
+        files = [folder / SINGLE] if names is None else [folder / name for name in names]
+        for file in sorted(set(expected.values())) or files:
             self._open(file)
         for name, file in expected.items():
             if name not in self.tensors or self.tensors[name].file != file:
@@ -55,31 +68,45 @@ class CheckpointFiles:
             if name in self.tensors:
                 raise CheckpointError(f"{name} is in both {self.tensors[name].file.name} and {file.name}")
         self.tensors |= entries
-        with file.open("rb") as stream:  # private and writable, as torch wants its memory; nothing writes to it
-            self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._open_files[file] = os.open(file, os.O_RDONLY)
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor `name`: a view of the mapped file, to be read and not to be written."""
+        """The tensor `name` of the files, in memory of its own."""
         entry = self.tensors[name]
-        if not entry.bytes:
-            return torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        data = torch.frombuffer(self._maps[entry.file], dtype=torch.uint8, count=entry.bytes, offset=entry.offset)
-        if entry.offset % DTYPES[entry.dtype].itemsize:  # the format does not ask for alignment, torch does
-            data = data.clone()
-        return data.view(DTYPES[entry.dtype]).view(entry.shape)
+        result = host_tensor(entry.shape, DTYPES[entry.dtype])
+        self.read_into(name, result)
+        return result
 
-    def prefetch(self, name: str) -> None:
-        """Have the system start to read this tensor, without waiting for it."""
-        self._advise(name, mmap.MADV_WILLNEED)
+    def read_into(self, name: str, result: torch.Tensor, start: int = 0) -> None:
+        """Fill `result`, which is contiguous, with the bytes of the tensor `name` from its byte `start` on.
 
-    def release(self, name: str) -> None:
-        """Give up the memory that `read` of this tensor took; reading it again is possible."""
-        self._advise(name, mmap.MADV_DONTNEED)
-
-    def _advise(self, name: str, advice: int) -> None:
-        """Tell the system about the pages that are this tensor's alone."""
+        Raises:
+            CheckpointError: the file has become unreadable, or shorter.
+        """
         entry = self.tensors[name]
-        start = -(-entry.offset // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = (entry.offset + entry.bytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
-        if length > 0:
-            self._maps[entry.file].madvise(advice, start, length)
+        rest, at = memoryview(result.reshape(-1).view(torch.uint8).numpy()), entry.offset + start
+        while len(rest):
+            try:
+                count = os.preadv(self._open_files[entry.file], [rest], at)
+            except OSError as error:
+                raise CheckpointError(f"{name} in {entry.file} cannot be read: {error}") from error
+            if count == 0:
+                raise CheckpointError(f"{entry.file} is truncated: it ends at byte {at}, within {name}; fetch the file again")
+            rest, at = rest[count:], at + count
+
+    def scale_dtype(self, name: str) -> torch.dtype:
+        """The type in which the block scales of the tensor `name` were published."""
+        entry = self.tensors.get(scale_of(name))
+        return DTYPES[entry.dtype] if entry else torch.float32
+
+    def prefetch(self, name: str, start: int = 0, length: int | None = None) -> None:
+        """Have the system start to read a tensor, or a part of it, without waiting for it."""
+        entry = self.tensors[name]
+        count = entry.bytes if length is None else length
+        if count:  # zero stands for the rest of the file
+            os.posix_fadvise(self._open_files[entry.file], entry.offset + start, count, os.POSIX_FADV_WILLNEED)
+
+
+def _close(open_files: dict[Path, int]) -> None:
+    for descriptor in open_files.values():
+        os.close(descriptor)

@@ -131,8 +131,7 @@ class Publisher:
             sources = {expert_name(name, *part): Source(name, *part) for part in parts}
         rows = shape[-2] // (2 if name.endswith("experts.gate_up_proj") else 1)
         for own, source in sources.items():
-            entry = self._files.tensors.get(scale_of(own)) if self._files and is_kept else None
-            dtype = DTYPES[entry.dtype] if entry else torch.float32
+            dtype = self._files.scale_dtype(own) if self._files and is_kept else torch.float32
             meta = torch.empty(rows, shape[-1], dtype=FP8, device="meta")
             scale = torch.empty(scale_shape(meta.shape), dtype=dtype, device="meta")
             yield own, Saved(meta, lambda source=source: _piece(held(), source)[0])

@@ -1,17 +1,18 @@
 """From checkpoint files to parameters on the devices, a parameter at a time, everything checked before the first is read.
 
-Files are mapped and read once, in the order in which tensors lie in them. Threads put parameters together on the host, a
-bounded number of bytes ahead of the one that places them on the devices; what was read is given back at once. So the host
-holds the parameter that is being placed and what was read ahead, however large the model is.
+Files are read once, in the order in which tensors lie in them. Threads put parameters together on the host, a bounded number
+of bytes ahead of the one that places them on the devices. So the host holds the parameter that is being placed and what was
+read ahead, however large the model is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from tqdm.auto import tqdm
@@ -25,10 +26,15 @@ from torchqwen_tpu.checkpoint.names import parameter_of, scale_of
 from torchqwen_tpu.checkpoint.plan import EMBEDDING, HEAD
 
 logger = logging.get_logger(__name__)
+Job, Result = TypeVar("Job"), TypeVar("Result")
 
 READ_AHEAD = 512 << 20
 """Bytes of parameters that may wait on the host to be placed."""
-READERS = min(8, os.cpu_count() or 1)
+READERS = min(16, os.cpu_count() or 1)
+
+
+COMPARED = 64 << 20
+"""Bytes that are compared at once."""
 
 
 class Place(Protocol):
@@ -37,8 +43,14 @@ class Place(Protocol):
     def __call__(self, name: str, tensor: torch.Tensor, index: int | None = None) -> None: ...
 
 
-def load_parameters(files: CheckpointFiles, layout: WeightLayout, fillings: list[Filling], place: Place) -> dict[str, float]:
+def load_parameters(
+    files: CheckpointFiles, layout: WeightLayout, fillings: list[Filling], place: Place,
+    keep: Callable[[str, torch.Tensor], None] | None = None,
+) -> dict[str, float]:  # fmt: skip
     """Read every parameter and place it, with its scales if it is FP8.
+
+    Args:
+        keep: also takes every parameter (of a stack its layers, by the names that they have alone) as it is placed.
 
     Returns: by kind of weight, the error of requantising it an output channel, relative to the weights (root of the mean
         squares); empty unless something was requantised.
@@ -51,13 +63,15 @@ def load_parameters(files: CheckpointFiles, layout: WeightLayout, fillings: list
     with tqdm(
         total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not logging.is_progress_bar_enabled()
     ) as bar:
-        for filling, (value, scale) in _ahead(_in_file_order(files, fillings), assembler.assemble, _device_bytes):
+        for filling, (value, scale) in ahead(_in_file_order(files, fillings), assembler.start, _device_bytes):
             place(filling.holder, value, filling.index)
             if scale is not None:
                 place(scale_parameter(filling.holder), scale, filling.index)
+            if keep is not None:
+                keep(filling.name, value)
+                if scale is not None:
+                    keep(scale_parameter(filling.name), scale)
             del value, scale  # before the next is waited for
-            for source in filling.sources:
-                files.release(source.name)
             bar.update(_bytes_of(files, filling))
     return assembler.errors()
 
@@ -70,7 +84,7 @@ def is_head_tied(files: CheckpointFiles, config) -> bool:
     if not config.get_text_config().tie_word_embeddings:
         return False
     embedding = next((name for name in files.tensors if parameter_of(name)[0] == EMBEDDING), None)
-    if embedding is None or torch.equal(files.read(HEAD), files.read(embedding)):
+    if embedding is None or _are_equal(files, HEAD, embedding):
         return True
     logger.warning(
         f"config.json of {files.folder} says tie_word_embeddings, and the files hold an {HEAD} that differs from the "
@@ -79,31 +93,69 @@ def is_head_tied(files: CheckpointFiles, config) -> bool:
     return False
 
 
+def _are_equal(files: CheckpointFiles, one: str, other: str) -> bool:
+    """Whether two tensors are the same to the bit; a part of each is held at a time."""
+    first, second = files.tensors[one], files.tensors[other]
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    for start in range(0, first.bytes, COMPARED):
+        parts = [torch.empty(min(COMPARED, first.bytes - start), dtype=torch.uint8) for _ in range(2)]
+        for name, part in zip((one, other), parts, strict=True):
+            files.read_into(name, part, start)
+        if not torch.equal(*parts):
+            return False
+    return True
+
+
 def _in_file_order(files: CheckpointFiles, fillings: list[Filling]) -> list[Filling]:
     order = {name: number for number, name in enumerate(files.tensors)}
     return sorted(fillings, key=lambda filling: min(order[source.name] for source in filling.sources))
 
 
-def _ahead(jobs: list[Filling], run: Callable, size: Callable[[Filling], int]) -> Iterator[tuple[Filling, tuple]]:
-    """Jobs in order with what `run` makes of each, in threads, `READ_AHEAD` bytes of results (or one result) ahead."""
-    waiting: deque[tuple[Filling, Future]] = deque()
-    held = 0
-    with ThreadPoolExecutor(READERS, thread_name_prefix="checkpoint-reader") as pool:
+def ahead(
+    jobs: Iterable[Job], start: Callable[[Job, Callable[..., Future]], Callable[[], Result]], size: Callable[[Job], int]
+) -> Iterator[tuple[Job, Result]]:
+    """Jobs in order, each with its result, which threads make ahead of the caller.
+
+    Args:
+        start: begins a job, whose work it gives to threads by a function such as `Executor.submit`; returns a function that
+            waits for the result.
+        size: bytes of a job's result. Those that are begun and not handed out have `READ_AHEAD` bytes together, or are one.
+    """
+    rest, waiting, held = deque(jobs), deque(), 0
+
+    def begin() -> None:
+        nonlocal held
+        while rest and (not waiting or held + size(rest[0]) <= READ_AHEAD):
+            job = rest.popleft()
+            held += size(job)
+            waiting.append((job, start(job, pool.submit)))
+
+    with ThreadPoolExecutor(READERS, thread_name_prefix="checkpoint-reader") as pool, _one_thread_an_operation():
         try:
-            for job in jobs:
-                while waiting and held + size(job) > READ_AHEAD:
-                    first, result = waiting.popleft()
-                    held -= size(first)
-                    yield first, result.result()
-                    del result  # the future holds what was just placed
-                waiting.append((job, pool.submit(run, job)))
-                held += size(job)
+            begin()
             while waiting:
-                first, result = waiting.popleft()
-                yield first, result.result()
-                del result
+                job, wait = waiting.popleft()
+                result = wait()
+                del wait  # it holds the result
+                held -= size(job)
+                begin()  # the threads have work while the caller takes the result
+                yield job, result
+                del result  # before the next is waited for
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _one_thread_an_operation() -> Iterator[None]:
+    """PyTorch's operations run on the thread that calls them: the threads that it starts for each of several readers would
+    wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _bytes_of(files: CheckpointFiles, filling: Filling) -> int:

@@ -13,7 +13,8 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from torchqwen_tpu.checkpoint.fp8 import BLOCK
 
 MODEL_TYPES = ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_text")
-_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
+PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
+"""Files that belong to a checkpoint."""
 
 
 def resolve_folder(path_or_id: str | os.PathLike, **hub) -> Path:
@@ -32,7 +33,7 @@ def resolve_folder(path_or_id: str | os.PathLike, **hub) -> Path:
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise FileNotFoundError(f"there is no folder {name}")
     try:
-        return Path(snapshot_download(name, allow_patterns=_PATTERNS, **hub))
+        return Path(snapshot_download(name, allow_patterns=PATTERNS, **hub))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise FileNotFoundError(
             f"{name} is neither a folder here nor a model that the hub gave ({type(error).__name__}: {error})"

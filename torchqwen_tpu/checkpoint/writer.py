@@ -68,6 +68,38 @@ def _write_file(file: Path, tensors: dict[str, Saved], bar: tqdm) -> None:
             raise OSError(error.errno, f"{name} could not be written to {file.name}: {error.strerror}") from error
 
 
+class PlacedFile:
+    """A safetensors file whose tensors (given on the meta device) may be written in any order."""
+
+    def __init__(self, path: Path, tensors: dict[str, torch.Tensor]):
+        self.path = path
+        header = header_bytes(tensors, {})
+        self._metas, self._places, at = tensors, {}, len(header)
+        for name, meta in tensors.items():
+            self._places[name] = at
+            at += _size(meta)
+        self._stream = path.open("wb", buffering=0)
+        _write(self._stream, header)
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Write the tensor `name`.
+
+        Raises:
+            OSError: naming the file and the tensor that could not be written, for example on a full disk.
+        """
+        meta = self._metas[name]
+        if (tensor.dtype, tensor.shape) != (meta.dtype, meta.shape):
+            raise RuntimeError(f"{name} is {tensor.dtype} {list(tensor.shape)}, and its header says otherwise")
+        try:
+            self._stream.seek(self._places[name])
+            _write(self._stream, tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        except OSError as error:
+            raise OSError(error.errno, f"{name} could not be written to {self.path.name}: {error.strerror}") from error
+
+    def close(self) -> None:
+        self._stream.close()
+
+
 def _write(stream: FileIO, data) -> None:
     rest = memoryview(data)
     while len(rest):

@@ -32,8 +32,9 @@ def positive_or_auto(text: str) -> int | str:
     return text if text == "auto" else positive(text)
 
 
-def model_arguments(dtype: str, required: bool = True) -> argparse.ArgumentParser:
-    """Which model, and how it lies on the devices. Not `required`, a command below may ask for the model."""
+def model_arguments(dtype: str, required: bool = True, prepares: bool = True) -> argparse.ArgumentParser:
+    """Which model, and how it lies on the devices. Not `required`, a command below may ask for the model; `prepares`: it is
+    loaded once, and may be saved as it was prepared."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--model", required=required, metavar="M", help="folder of a checkpoint, or its id on the hub")
     common.add_argument(
@@ -43,6 +44,11 @@ def model_arguments(dtype: str, required: bool = True) -> argparse.ArgumentParse
     common.add_argument("--parallel", default="dp", choices=LAYOUTS, help="layout over the devices (default: dp)")
     common.add_argument("--chips", type=positive, metavar="N", help="chips in the mesh (default: all; CPU: 1)")
     common.add_argument("--cores", type=positive, metavar="N", help="cores a chip (default: all; CPU: 1)")
+    if prepares:
+        common.add_argument(
+            "--save-prepared", metavar="DIR",
+            help="folder for the weights in the form that the devices hold: written once, then read in place of converting",
+        )  # fmt: skip
     return common
 
 
@@ -72,6 +78,8 @@ def load_tokenizer(arguments: argparse.Namespace) -> PreTrainedTokenizerBase:
 def load_model(arguments: argparse.Namespace, runtime: RuntimeConfig | None = None) -> CausalLM:
     parallel = ParallelConfig(arguments.chips, arguments.cores, arguments.parallel)
     try:
-        return AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype, parallel=parallel, runtime=runtime)
+        return AutoModelForCausalLM.from_pretrained(
+            arguments.model, dtype=arguments.dtype, parallel=parallel, runtime=runtime, save_prepared=arguments.save_prepared
+        )
     except RuntimeError as error:  # a mesh that the attached devices do not make up
         raise ValueError(str(error)) from error

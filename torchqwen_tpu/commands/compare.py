@@ -19,7 +19,7 @@ from torchqwen_tpu.monitoring.sides import build_sides, parse_settings
 
 def add(commands) -> None:
     parser = commands.add_parser(
-        "compare", parents=[model_arguments("float32")], help="one text under two configurations",
+        "compare", parents=[model_arguments("float32", prepares=False)], help="one text under two configurations",
         description="Gives two configurations the same tokens and reports how far the layers' outputs (relative RMSE) and the "
         "next-token distributions (KL, in nats) come apart by position. Settings are name=value, with commas between them: "
         "fields of RuntimeConfig, dtype, model (another checkpoint), implementation=transformers.",

@@ -8,6 +8,7 @@ import json
 import torch
 
 from torchqwen_tpu.auto import class_of
+from torchqwen_tpu.checkpoint.prepared import is_prepared
 from torchqwen_tpu.checkpoint.resolve import check_quantization, load_config, resolve_folder
 from torchqwen_tpu.checkpoint.summary import Summary, summarize
 from torchqwen_tpu.commands.arguments import positive
@@ -43,6 +44,8 @@ def add(commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     folder = resolve_folder(arguments.checkpoint)
+    if is_prepared(folder):
+        raise ValueError(f"{folder} is a prepared checkpoint; inspect the published one that it was made of")
     config = load_config(folder)
     check_quantization(config, folder)
     mesh = DeviceMesh(arguments.chips, arguments.cores, arguments.parallel)

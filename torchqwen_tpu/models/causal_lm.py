@@ -24,8 +24,18 @@ from torchqwen_tpu.checkpoint.files import CheckpointFiles
 from torchqwen_tpu.checkpoint.forms import prepare, set_parameter
 from torchqwen_tpu.checkpoint.layout import WeightLayout
 from torchqwen_tpu.checkpoint.names import SCALE
+from torchqwen_tpu.checkpoint.prepared import (
+    LAYOUT_VERSION,
+    Preparation,
+    PreparedFiles,
+    checkpoint_hash,
+    load_prepared,
+    new_prepared,
+    prepared_folder,
+    quantization_of,
+)  # fmt: skip
 from torchqwen_tpu.checkpoint.publish import FORMATS, Publisher, quantization_settings
-from torchqwen_tpu.checkpoint.reader import is_head_tied, load_parameters
+from torchqwen_tpu.checkpoint.reader import Place, is_head_tied, load_parameters
 from torchqwen_tpu.checkpoint.resolve import (
     check_family,
     check_quantization,
@@ -95,16 +105,20 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
         dtype: torch.dtype | str | None = None,
         parallel: ParallelConfig | None = None,
         runtime: RuntimeConfig | None = None,
+        save_prepared: str | os.PathLike | None = None,
         **kwargs,
     ) -> CausalLM:
         """Load a checkpoint onto the devices.
 
         Args:
-            pretrained_model_name_or_path: a folder, or a model id of the Hugging Face hub.
+            pretrained_model_name_or_path: a folder, published or prepared, or a model id of the Hugging Face hub.
             config: in place of the checkpoint's own, for example with changed RoPE parameters.
             dtype: of the weights, a torch dtype, its name, or "auto" (the default) for the checkpoint's.
             parallel: layout over devices; by default all attached devices, data-parallel.
             runtime: how the model runs.
+            save_prepared: folder for the weights in the form that the devices hold. The first start writes it; further ones
+                read it in place of converting, and are refused if it was made of another checkpoint, or for another dtype,
+                quantization, scan_layers or mesh. It is complete, and may be loaded by itself.
             kwargs: revision, cache_dir, token, local_files_only and force_download for the hub.
 
         Raises:
@@ -120,12 +134,34 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
         check_family(config.model_type, "the configuration")
         check_quantization(config, folder)
         dtype = _resolve_dtype(dtype, config)
-        files = CheckpointFiles(folder)
         mesh, runtime = build_mesh(parallel), runtime or RuntimeConfig()
-        scan_layers = current_platform() == "tpu" if runtime.scan_layers is None else runtime.scan_layers
+        target = None if save_prepared is None else Path(save_prepared).expanduser()
+        ready = prepared_folder(folder, target)
+        if ready == folder:  # what is not asked for is as it was prepared
+            files = prepared = PreparedFiles(folder)
+            scan_layers, policy = prepared.preparation.scan_layers, runtime.quantization
+        else:
+            files, prepared = CheckpointFiles(folder), PreparedFiles(ready) if ready else None
+            scan_layers = current_platform() == "tpu"
+            policy = runtime.quantization or DEFAULT_QUANTIZATION[current_platform()]
+        scan_layers = scan_layers if runtime.scan_layers is None else runtime.scan_layers
         model = cls.without_weights(config, files, scan_layers)
         check_divisible(model.config, mesh)
-        model._load(files, mesh, dtype, runtime.quantization or DEFAULT_QUANTIZATION[current_platform()])
+        own = Preparation(
+            layout_version=LAYOUT_VERSION,
+            checkpoint=None if target is None else checkpoint_hash(files),
+            dtype=str(dtype).removeprefix("torch."),
+            quantization=policy if ready == folder else quantization_of(files, policy),
+            scan_layers=scan_layers,
+            mesh=f"{mesh.chips}x{mesh.cores} {mesh.layout}",
+        )
+        if prepared is not None:
+            prepared.check(own)
+            load_prepared(prepared, model, model._placing(mesh))
+            model.requantization_error = prepared.requantization_error
+        else:
+            model._load(files, mesh, dtype, policy, target, own)
+        model._files = files
         model.generation_config = load_generation_config(folder, config)
         model._start(mesh, runtime, dtype)
         return model
@@ -137,10 +173,25 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
         with torch.device("meta"):
             return cls(config, scan_layers)
 
-    def _load(self, files: CheckpointFiles, mesh: DeviceMesh, dtype: torch.dtype, quantization: str) -> None:
-        layout = WeightLayout(self.config)
+    def _load(
+        self, files: CheckpointFiles, mesh: DeviceMesh, dtype: torch.dtype, quantization: str,
+        target: Path | None, preparation: Preparation,
+    ) -> None:  # fmt: skip
+        """Fill the model from published files, and write a prepared checkpoint of it to `target`."""
+        layout, place = WeightLayout(self.config), self._placing(mesh)
         filled = prepare(files, self, layout, dtype, quantization)
+        if target is None:
+            self.requantization_error = load_parameters(files, layout, filled, place)
+        else:
+            config = copy.deepcopy(self.checkpoint_config)
+            config.dtype = config.get_text_config().dtype = dtype
+            with new_prepared(target, files, self, filled) as preparer:
+                self.requantization_error = load_parameters(files, layout, filled, place, preparer.keep)
+                preparer.finish(config, preparation, self.requantization_error)
+        for kind, error in self.requantization_error.items():
+            logger.info(f"{kind}: requantised per output channel with a relative error of {error:.2%}")
 
+    def _placing(self, mesh: DeviceMesh) -> Place:
         stacks = Stacks(mesh)
 
         def place(name: str, value: torch.Tensor, index: int | None = None) -> None:
@@ -150,10 +201,7 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
                 placed = stacks.write(name, self.get_parameter(name).detach(), value, index)
             set_parameter(self, name, placed)
 
-        self.requantization_error = load_parameters(files, layout, filled, place)
-        for kind, error in self.requantization_error.items():
-            logger.info(f"{kind}: requantised per output channel with a relative error of {error:.2%}")
-        self._files = files
+        return place
 
     def _start(self, mesh: DeviceMesh, runtime: RuntimeConfig, dtype: torch.dtype) -> None:
         for name, buffer in self.model.rotary_emb.named_buffers():
