@@ -7,6 +7,8 @@ sequence, so that its arrays stay in the cache and empty places of a bucket cost
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,6 +18,7 @@ from custom_ops.gated_delta_net.shapes import GatedDeltaNetShape
 from custom_ops.ragged import take_at, tile_sequences, token_sequence
 
 CHUNK = 32
+DECODE_BYTES = 1 << 17  # of FP32 states that a step of decode's loop takes: they fit a core's L2
 
 
 def gated_delta_net(
@@ -26,11 +29,10 @@ def gated_delta_net(
     conv_weight = conv_weight.astype(jnp.float32)
     beta, g = gates(b, a, A_log, dt_bias)
     if decode:
-        first, pools = slot[0].astype(jnp.uint32), (conv_state, recurrent_state)
-        windows, states = (lax.dynamic_slice_in_dim(pool, first, len(slot)) for pool in pools)
-        windows = windows[:, : len(conv_weight) - 1]
-        output, *own = _decode(qkv, beta, g, conv_weight, query_length, context_length, windows, states, shape)
-        return output, *(lax.dynamic_update_slice_in_dim(*pair, first, 0) for pair in zip(pools, own, strict=True))
+        return _decode(
+            qkv, beta, g, conv_weight, slot[0].astype(jnp.uint32), query_length, context_length, conv_state, recurrent_state,
+            shape,
+        )
     fresh = context_length == 0
     window = jnp.where(fresh[:, None, None], 0, conv_state[slot, : len(conv_weight) - 1]).astype(jnp.float32)
     mixed = _convolve(qkv.astype(jnp.float32), conv_weight, window, query_start, query_length)
@@ -136,29 +138,49 @@ def _store_checkpoints(pool, slots, parts, written, state, group: int):
     return lax.fori_loop(0, last, row, (pool, state))[0]
 
 
-def _decode(qkv, beta, g, conv_weight, query_length, context_length, conv_state, recurrent_state, shape):
-    """One token a sequence; token i and entry i of both states belong to sequence i."""
-    active = (query_length > 0)[:, None, None]
-    fresh = (context_length == 0)[:, None, None]
-    window = jnp.where(fresh, 0, conv_state).astype(jnp.float32)
+def _decode(qkv, beta, g, conv_weight, first, query_length, context_length, conv_state, recurrent_state, shape):
+    """One token a sequence; token i belongs to sequence i and to entry `first` + i of both states.
+
+    The states are read, updated and put back a few sequences at a time, so that between these they lie in the CPU's cache.
+    """
+    sequences, history = len(query_length), len(conv_weight) - 1
+    active, fresh = query_length > 0, context_length == 0
+    stored = lax.dynamic_slice_in_dim(conv_state, first, sequences)[:, :history]
+    window = jnp.where(fresh[:, None, None], 0, stored).astype(jnp.float32)
     inputs = jnp.concatenate([window, qkv.astype(jnp.float32)[:, None]], axis=1)  # [sequences, width, channels]
+    kept = jnp.where(active[:, None, None], inputs[:, 1:].astype(conv_state.dtype), stored)
+    conv_state = lax.dynamic_update_slice_in_dim(conv_state, kept, first, 0)
     query, key, value = shape.split(jax.nn.silu(jnp.sum(inputs * conv_weight, axis=1)))
     query, key = normalize(query) * shape.key_dim**-0.5, normalize(key)
     query, key = (jnp.repeat(part, shape.group, axis=1) for part in (query, key))
+    rows = (jnp.stack([key, query], axis=2), value, beta[..., None], jnp.exp(g)[..., None], active, fresh)
+    size = math.gcd(sequences, max(DECODE_BYTES // (4 * math.prod(recurrent_state.shape[1:])), 1))
 
+    def some(index, carry):
+        output, pool = carry
+        at = index * jnp.uint32(size)
+        state = lax.dynamic_slice_in_dim(pool, first + at, size)
+        *parts, active, fresh = (lax.dynamic_slice_in_dim(part, at, size) for part in rows)
+        result, updated = _decode_rule(*parts, fresh[:, None, None], state.astype(jnp.float32))
+        updated = jnp.where(active[:, None, None, None], updated.astype(pool.dtype), state)
+        output = lax.dynamic_update_slice_in_dim(output, jnp.where(active[:, None, None], result, 0), at, 0)
+        return output, lax.dynamic_update_slice_in_dim(pool, updated, first + at, 0)
+
+    carry = (jnp.zeros_like(value), recurrent_state)
+    output, recurrent_state = lax.fori_loop(jnp.uint32(0), jnp.uint32(sequences // size), some, carry)
+    return output.astype(qkv.dtype), conv_state, recurrent_state
+
+
+def _decode_rule(key_query, value, beta, growth, fresh, state):
+    """key_query: [sequences, heads, 2, key dim]; value: [sequences, heads, value dim]; beta, growth: [sequences, heads, 1];
+    fresh: [sequences, 1, 1]; state: [sequences, heads, key dim, value dim]. Returns output, as value, and the new state."""
     # Both products read the state before decay and update: Sᵀq after them is the decayed Sᵀq plus (k·q) times the delta.
-    growth = jnp.exp(g)[..., None]
-    read = jnp.einsum("shrk,shkv->shrv", jnp.stack([key, query], axis=2), recurrent_state.astype(jnp.float32))
-    read_key, read_query = jnp.moveaxis(jnp.where(fresh[..., None], 0, read * growth[..., None]), 2, 0)
-    delta = beta[..., None] * (value - read_key)
+    read = jnp.einsum("shrk,shkv->shrv", key_query, state)
+    read_key, read_query = (jnp.where(fresh, 0, read[:, :, row] * growth) for row in range(2))
+    key, query = key_query[:, :, 0], key_query[:, :, 1]
+    delta = beta * (value - read_key)
     output = read_query + jnp.sum(query * key, -1, keepdims=True) * delta
-    state = jnp.where(fresh[..., None], 0, recurrent_state.astype(jnp.float32)) * growth[..., None]
-    state = state + key[..., None] * delta[:, :, None, :]
-    return (
-        jnp.where(active, output, 0).astype(qkv.dtype),
-        jnp.where(active, inputs[:, 1:].astype(conv_state.dtype), conv_state),
-        jnp.where(active[..., None], state.astype(recurrent_state.dtype), recurrent_state),
-    )
+    return output, jnp.where(fresh[..., None], 0, state) * growth[..., None] + key[..., None] * delta[:, :, None, :]
 
 
 def _store(pool, slot, kept, states):
