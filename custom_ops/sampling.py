@@ -27,6 +27,36 @@ def choose(scores, seed, step):
     return jnp.argmax(scores + jax.vmap(noise)(seed, step), axis=-1).astype(jnp.int32)
 
 
+def penalize(logits, seen, penalty, least, generated, eos):
+    """Scores after transformers' repetition penalty and shortest length.
+
+    Args:
+        logits: [rows, vocabulary].
+        seen: [rows, ceil(vocabulary / 32)] int32, a bit for each token that the sequence has: token v is bit v % 32 of word
+            v // 32.
+        penalty: [rows] int32, the bits of the float32 by which scores of such tokens are divided where they are positive
+            and multiplied where they are not; 1 changes nothing.
+        least: [rows] int32, tokens to generate before one of `eos` may come.
+        generated: [rows] int32, tokens generated so far.
+        eos: [rows, n] int32 stop tokens; -1 is none.
+
+    Returns: [rows, vocabulary] float32.
+    """
+    logits = logits.astype(jnp.float32)
+    rows, vocabulary = logits.shape
+    penalty = lax.bitcast_convert_type(penalty, jnp.float32)[:, None]
+    occurs = ((seen[:, :, None] >> jnp.arange(32)) & 1).reshape(rows, -1)[:, :vocabulary] > 0
+    logits = jnp.where(occurs, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
+    early = jnp.where((generated < least)[:, None] & (eos >= 0), eos, vocabulary)
+    return logits.at[jnp.arange(rows)[:, None], early].set(-jnp.inf, mode="drop")
+
+
+def mark(seen, token, chosen):
+    """`seen` of `penalize` with one token more in the rows that have `chosen` it; token: [rows] int32, chosen: [rows] bool."""
+    place = (jnp.arange(len(token)), token // 32)
+    return seen.at[place].set(seen[place] | jnp.where(chosen, jnp.left_shift(1, token % 32), 0))
+
+
 def sample(logits, seed, step, temperature, top_k, top_p, min_p, *, candidates: int):
     """Temperature, top-k, top-p and min-p in transformers' order, then `choose`.
 

@@ -19,7 +19,7 @@ from torchqwen_tpu.cache import HybridCache
 from torchqwen_tpu.config import RuntimeConfig
 from torchqwen_tpu.models.causal_lm import CausalLM
 from torchqwen_tpu.runtime.graph import CompiledGraph
-from torchqwen_tpu.runtime.step import DecodeShape
+from torchqwen_tpu.runtime.shapes import DecodeShape
 
 _TOKENS = 64
 """Room for a sequence in the cache."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 import torch
+from jax import lax
 
 from custom_ops import monitoring, sampling, scoring
 from custom_ops.bridge import JaxOp, current_platform
@@ -142,12 +143,17 @@ class Operations:
         return self._op("select_rows", _select, (axes, ROWS), (axes,))(rows, index)[0]
 
     def copy_states(self, target: torch.Tensor, origin: torch.Tensor, to: torch.Tensor, start: torch.Tensor, axes: Axes):
-        """`target` with state to[i] of every rank replaced by state start[i] of `origin`, i of [R*N]; -1 replaces none.
+        """`target` with state to[i] of every rank replaced by state start[i] of `origin`, i of [R*N], one after the other; the
+        first -1 ends the list of a rank.
 
+        origin: may be `target`: a place that was written may be read again.
         axes: logical axes of both; states are numbered along "tokens".
         """
-        op = self._op("copy_states", _copy_states, (axes, axes, ROWS, ROWS), (axes,), dimension=axes.index("tokens"))
-        return op(target, origin, to, start)[0]
+        states = (target,) if origin is target else (target, origin)
+        op = self._op(
+            "copy_states", _copy_states, (*[axes] * len(states), ROWS, ROWS), (axes,), dimension=axes.index("tokens")
+        )
+        return op(*states, to, start)[0]
 
     def sample(self, logits: torch.Tensor, seed, step, temperature, top_k, top_p, min_p, *, candidates: int) -> torch.Tensor:
         """See `custom_ops.sampling.sample`."""
@@ -155,6 +161,15 @@ class Operations:
             "sample", sampling.sample, (ROWS_DIM, ROWS, ROWS, ROWS, ROWS, ROWS, ROWS), (ROWS,), candidates=candidates
         )
         return op(logits, seed, step, temperature, top_k, top_p, min_p)[0]
+
+    def penalize(self, logits: torch.Tensor, seen, penalty, least, generated, eos) -> torch.Tensor:
+        """See `custom_ops.sampling.penalize`."""
+        op = self._op("penalize", sampling.penalize, (ROWS_DIM, ROWS_DIM, ROWS, ROWS, ROWS, ROWS_DIM), (ROWS_DIM,))
+        return op(logits, seen, penalty, least, generated, eos)[0]
+
+    def mark(self, seen: torch.Tensor, token: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """See `custom_ops.sampling.mark`."""
+        return self._op("mark", sampling.mark, (ROWS_DIM, ROWS, ROWS), (ROWS_DIM,))(seen, token, chosen)[0]
 
     def target_scores(self, hidden: torch.Tensor, head: torch.Tensor, target: torch.Tensor, *, tied: bool, top_k: int):
         """See `custom_ops.scoring.target_scores`."""
@@ -208,6 +223,12 @@ def _select(rows, index):
     return rows[index]
 
 
-def _copy_states(target, origin, to, start, *, dimension):
-    places = (slice(None),) * dimension + (jnp.where(to < 0, target.shape[dimension], to),)
-    return target.at[places].set(jnp.take(origin, start, axis=dimension), mode="drop")
+def _copy_states(target, *others, dimension):
+    """A loop over what there is to copy: the work follows that and not the size of the pool."""
+    *origin, to, start = others
+
+    def copy(number, target):
+        state = lax.dynamic_slice_in_dim(origin[0] if origin else target, start[number], 1, dimension)
+        return lax.dynamic_update_slice_in_dim(target, state, to[number], dimension)
+
+    return lax.fori_loop(0, jnp.sum(to >= 0), copy, target)

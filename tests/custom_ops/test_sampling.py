@@ -139,3 +139,29 @@ def test_bfloat16_logits():
     ones = np.ones(64, np.float32)
     tokens = _sample(VOCABULARY)(logits, seeds, seeds * 0, ones, seeds * 0, ones, ones * 0)
     np.testing.assert_array_equal(tokens, draw(np.asarray(logits, np.float32), seeds=seeds))
+
+
+@pytest.mark.parametrize("vocabulary", [12, 32, 70])
+def test_penalties_are_transformers(vocabulary):
+    """Rows of different histories, penalties and shortest lengths; one without any stays as it is, bit for bit."""
+    rng = np.random.default_rng(vocabulary)
+    logits = rng.standard_normal((4, vocabulary)).astype(np.float32)
+    history = [rng.integers(0, vocabulary, size) for size in (1, 5, 40, 9)]
+    history[0][0] = vocabulary - 1
+    penalty = np.array([1.5, 0.7, 2.0, 1.0], np.float32)
+    least, generated = np.array([[0, 3, 9, 0], [0, 3, 8, 5]], np.int32)
+    eos = np.array([[3, -1], [4, 5], [6, vocabulary - 1], [7, -1]], np.int32)
+    seen = np.zeros((4, -(-vocabulary // 32)), np.int32)
+    for row, tokens in enumerate(history):  # one after the other, as a decode step adds them
+        for token in tokens:
+            chosen = np.arange(4) == row
+            seen = sampling.mark(jnp.asarray(seen), jnp.full(4, token, jnp.int32), jnp.asarray(chosen))
+    own = np.asarray(sampling.penalize(logits, seen, penalty.view(np.int32), least, generated, eos))
+    for row, tokens in enumerate(history):
+        want = transformers.RepetitionPenaltyLogitsProcessor(float(penalty[row]))(
+            torch.tensor(tokens)[None], torch.tensor(logits[row : row + 1])
+        )[0]
+        if generated[row] < least[row]:
+            want[[token for token in eos[row] if token >= 0]] = -torch.inf
+        np.testing.assert_allclose(own[row], want.numpy(), rtol=1e-6)
+    np.testing.assert_array_equal(own[3], logits[3])

@@ -25,7 +25,8 @@ from torchqwen_tpu.ops import Operations
 from torchqwen_tpu.parallel import build_mesh
 from torchqwen_tpu.parallel.mesh import Axes
 from torchqwen_tpu.parallel.rules import parameter_axes
-from torchqwen_tpu.runtime.step import DecodeShape, ExtendShape, Steps
+from torchqwen_tpu.runtime.shapes import DecodeShape, ExtendShape
+from torchqwen_tpu.runtime.step import Steps
 
 CONFIG = Qwen3_5MoeTextConfig(
     vocab_size=248320, hidden_size=4096, num_hidden_layers=60, num_attention_heads=32, num_key_value_heads=2, head_dim=256,

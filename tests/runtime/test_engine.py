@@ -88,6 +88,43 @@ def test_stop_tokens_of_each_request(engine):
         assert output.finish_reason == ("stop" if ends else "length")
 
 
+PENALTIES = [
+    {"repetition_penalty": 1.5},
+    {"repetition_penalty": 0.6},
+    {"min_new_tokens": 8},
+    {"min_length": 100},
+    {"repetition_penalty": 1.3, "min_new_tokens": 7},
+]
+
+
+@pytest.fixture(scope="module")
+def penalized(small, small_reference) -> list[tuple[list[int], dict, list[int]]]:
+    """Prompts, parameters with penalties and what generate() gives, which are transformers' tokens where they are greedy.
+
+    The prompts start over in the continuation, and stop tokens come early in it.
+    """
+    cases = []
+    for number, own in enumerate(PENALTIES):
+        prompt = PROMPTS[3] if number % 2 else PROMPTS[4]
+        (free,) = small.generate(torch.tensor([prompt]), **GREEDY)
+        stops = {"eos_token_id": [int(free[len(prompt) + 2]), 95], "pad_token_id": 0}
+        for how in (GREEDY, {**SAMPLED, "seed": number, "top_k": 20}):
+            (answer,) = small.generate(torch.tensor([prompt]), **how, **stops, **own)
+            if how is GREEDY:
+                (want,) = small_reference.generate(torch.tensor([prompt]), **how, **stops, **own)
+                assert torch.equal(answer, want)
+            cases.append((prompt, {**how, **stops, **own}, answer[len(prompt) :].tolist()))
+    return cases
+
+
+def test_penalties_as_generate(engine, penalized):
+    """All at once, beside requests without any, each as alone."""
+    prompts, params, expected = map(list, zip(*penalized, strict=True))
+    (plain,) = tokens(engine.generate(PROMPTS[2:3], GREEDY))
+    outputs = tokens(engine.generate([*prompts, PROMPTS[2]], [*params, GREEDY]))
+    assert outputs == [*expected, plain]
+
+
 class Letters:
     """A tokenizer whose token n is a letter."""
 
@@ -115,7 +152,7 @@ def test_texts_and_stop_strings(engine, model, monkeypatch):
 @pytest.mark.parametrize("mixed", [False, True], ids=["apart", "mixed"])
 def test_random_load_as_alone(engine, model, mixed):
     """40 requests, fewer pages than they would take, some aborted on their way."""
-    prompts, params = serving.load(40, longest=150, most_new=60)
+    prompts, params = serving.load(40, longest=150, most_new=100)
     own = Engine(model, EngineConfig(**SIZES, mixed=True), warm_up=False) if mixed else engine
     aborted = frozenset(range(0, 40, 8))
     outputs = serving.serve(own, prompts, params, aborted=aborted)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support import TOLERANCE, padded, random_rows, reference_tokens
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import MinLengthLogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
 NEW = 12
@@ -163,6 +164,27 @@ def test_processors_and_criteria(batch, expected, both, arguments):
     own, reference = both(**batch, **arguments)
     assert torch.equal(own, reference)
     assert own.shape[1] < 9 + NEW or own[:, 9:].tolist() != expected
+
+
+@pytest.mark.parametrize("arguments", [
+    {"repetition_penalty": 1.7},
+    {"repetition_penalty": 0.5},
+    {"min_new_tokens": 9},
+    {"min_length": 17},
+    {"min_new_tokens": 6, "repetition_penalty": 1.2},
+], ids=str)  # fmt: skip
+def test_penalties_on_the_device(batch, expected, both, arguments, monkeypatch):
+    """As in transformers; the host is not asked for every token."""
+    monkeypatch.setattr("torchqwen_tpu.runtime.generation._DecodeLoop.decode_one", None)
+    own, reference = both(**batch, **arguments, eos_token_id=[expected[0][2], expected[2][4]], pad_token_id=0)
+    assert torch.equal(own, reference)
+
+
+def test_other_stop_tokens_than_the_processors(batch, expected, both):
+    """A shortest length that forbids other tokens than those that end a text."""
+    processors = LogitsProcessorList([MinLengthLogitsProcessor(15, expected[0][1])])
+    own, reference = both(**batch, logits_processor=processors, eos_token_id=expected[2][5], pad_token_id=0)
+    assert torch.equal(own, reference)
 
 
 def test_stop_strings(tiny, tiny_reference, tokenizer):

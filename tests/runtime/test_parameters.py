@@ -42,6 +42,20 @@ def test_lengths():
             resolve(wrong)
 
 
+def test_shortest_lengths():
+    """min_new_tokens goes before min_length, which counts the prompt."""
+    assert resolve({"min_new_tokens": 3}).min_new_tokens == 3
+    assert resolve({"min_length": 14}).min_new_tokens == 4 and resolve({"min_length": 5}).min_new_tokens == 0
+    assert resolve({"min_length": 30, "min_new_tokens": 2}).min_new_tokens == 2
+    assert resolve().min_new_tokens == 0 and not resolve().penalizes
+
+
+def test_penalties_of_greedy_requests():
+    own = resolve({"do_sample": False, "repetition_penalty": 1.3})
+    assert own.repetition_penalty == 1.3 and own.penalizes and not own.samples
+    assert not resolve({"do_sample": False, "min_new_tokens": 4, "eos_token_id": []}, GenerationConfig()).penalizes
+
+
 def test_seeds_come_from_torch_where_none_is_given():
     torch.manual_seed(0)
     seeds = [resolve().seed for _ in range(3)]
@@ -60,7 +74,10 @@ def test_seeds_come_from_torch_where_none_is_given():
     ({"seed": -1}, "seed=-1"),
     ({"num_beams": 4}, "num_beams=4"),
     ({"num_return_sequences": 2}, "num_return_sequences=2"),
-    ({"repetition_penalty": 1.3}, "repetition_penalty=1.3"),
+    ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size=3"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
+    ({"repetition_penalty": "1.3"}, "repetition_penalty='1.3'"),
+    ({"min_new_tokens": 1.5}, "min_new_tokens=1.5"),
     (GenerationConfig(num_beams=2), "num_beams=2"),
     ({"eos_token_id": list(range(9))}, "eos_token_id"),
     ("greedy", "params must be"),

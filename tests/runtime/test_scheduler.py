@@ -11,6 +11,7 @@ from torchqwen_tpu.runtime.request import Request
 from torchqwen_tpu.runtime.scheduler import Scheduler
 
 PAGE = 16
+WIDTHS = (1, 2, 4, 8)
 
 
 def request(number: int, prompt, new: int) -> Request:
@@ -22,8 +23,9 @@ def request(number: int, prompt, new: int) -> Request:
 
 def scheduler(ranks=1, slots=4, pages=32, checkpoints=4, token_budget=64, decode_steps=8, mixed=False) -> Scheduler:
     return Scheduler(
-        ranks, slots, pages, PAGE, checkpoints, token_budget=token_budget, decode_steps=decode_steps, mixed=mixed
-    )
+        ranks, slots, pages, PAGE, checkpoints, widths=[width for width in WIDTHS if width <= slots],
+        token_budget=token_budget, decode_steps=decode_steps, mixed=mixed,
+    )  # fmt: skip
 
 
 def check(own: Scheduler) -> None:
@@ -65,6 +67,10 @@ def step(own: Scheduler) -> list[Request]:
             if last:
                 append(piece.request, 1)
     turns = own.decode()
+    width, moves = own.gather([running for running, _ in turns])
+    assert all(running.slot < width for running, _ in turns)
+    assert all(move.target < width <= move.origin for move in moves)
+    check(own)
     for running, steps in turns:
         assert 0 < steps <= own.decode_steps and running.pending == 1
         assert len(running.pages) * PAGE >= running.computed + steps
@@ -171,6 +177,36 @@ def test_decoding_gets_its_turn_while_prompts_keep_coming():
         step(own)
         steps += 1
     assert talker.generated - before >= 8 * (steps // 4)
+
+
+def test_those_that_go_on_move_together():
+    """Slots 0 to 7; the requests in 1, 5 and 6 of rank 0 and the one in 7 of rank 1 are left."""
+    own = scheduler(ranks=2, slots=8, pages=400, checkpoints=0)
+    for number in range(16):
+        own.add(request(number, 5, 50))
+    own.admit()
+    left = [own.ranks[index].running[place] for index, place in ((0, 1), (0, 5), (0, 6), (1, 7))]
+    homes = {running.number: (running.rank, running.slot) for running in left}
+    for running in own.running:
+        if running not in left:
+            running.finish_reason = "length"
+            own.remove(running)
+    width, moves = own.gather(left)
+    assert width == 4 and {running.slot for running in left if running.rank == 0} == {0, 1, 2}
+    places = {(move.rank, move.origin): (move.rank, move.target) for move in moves}
+    assert len(places) == 3
+    assert all(places.get(homes[running.number], homes[running.number]) == (running.rank, running.slot) for running in left)
+    check(own)
+    assert own.gather(left) == (4, [])
+    assert own.gather(left[:1]) == (2, [])
+
+
+def test_slots_that_others_hold_are_not_taken():
+    own = scheduler(slots=4, pages=400, checkpoints=0)
+    for number in range(4):
+        own.add(request(number, 5, 50))
+    own.admit()
+    assert own.gather(own.ranks[0].running[3:]) == (4, [])
 
 
 @pytest.mark.parametrize("place", ["waiting", "prefill", "decode"])

@@ -10,7 +10,7 @@ import torch
 
 from custom_ops.monitoring import ATTENTION, FINITE, GATES, ROUTING
 from torchqwen_tpu.monitoring.recorder import Statistics, StepStatistics
-from torchqwen_tpu.runtime.step import DecodeShape, ExtendShape
+from torchqwen_tpu.runtime.shapes import DecodeShape, ExtendShape
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Place:
     def of_decode(cls, shape: DecodeShape, header: torch.Tensor) -> Place:
         fields = {name: value.numpy() for name, value in shape.header.unpack(header).items()}
         context = fields["context_length"]
-        start = np.broadcast_to(np.arange(shape.cache.rows), context.shape)
-        return cls("decode", shape.cache.rows, int((fields["finished"] == 0).sum()), start, np.ones_like(context), context)
+        start = np.broadcast_to(np.arange(shape.rows), context.shape)
+        return cls("decode", shape.rows, int((fields["finished"] == 0).sum()), start, np.ones_like(context), context)
 
     @property
     def is_decode(self) -> bool:

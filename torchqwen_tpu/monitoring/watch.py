@@ -18,7 +18,7 @@ from torchqwen_tpu.monitoring.recorder import Statistics, StepStatistics
 from torchqwen_tpu.monitoring.report import write_report
 from torchqwen_tpu.monitoring.summary import Place, layer_summaries, not_finite
 from torchqwen_tpu.runtime.observation import Records
-from torchqwen_tpu.runtime.step import DecodeShape, ExtendShape
+from torchqwen_tpu.runtime.shapes import DecodeShape, ExtendShape
 
 
 class NumericalWarning(UserWarning):

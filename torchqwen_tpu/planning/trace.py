@@ -23,7 +23,9 @@ from torchqwen_tpu.ops import CONV_STATE, PAGES, RECURRENT_STATE, Operations
 from torchqwen_tpu.parallel.mesh import Axes, DeviceMesh
 from torchqwen_tpu.parallel.rules import parameter_axes
 from torchqwen_tpu.planning.request import Graph
-from torchqwen_tpu.runtime.step import DecodeShape, ExtendShape, Steps
+from torchqwen_tpu.runtime.penalties import penalty_header
+from torchqwen_tpu.runtime.shapes import DecodeShape, ExtendShape
+from torchqwen_tpu.runtime.step import Steps
 
 STATES = {CONV_STATE: "convolution windows", RECURRENT_STATE: "recurrent states", PAGES: "KV pages"}
 """What states are called, by their logical axes."""
@@ -110,6 +112,9 @@ def trace(config: PretrainedConfig, graph: Graph) -> Traced:
         tensors = [placeholders.make(HEADER, (mesh.ranks, size.header.width), torch.int32, ("tokens", None))]
         if decode:
             tensors.append(placeholders.make(HEADER, (mesh.ranks, 3 * cache.rows), torch.float32, ("tokens", None)))
+            if graph.candidates:
+                width = penalty_header(cache.rows, model.vocab_size).width
+                tensors.append(placeholders.make(HEADER, (mesh.ranks, width), torch.int32, ("tokens", None)))
         first = len(placeholders.inputs)
         states = [placeholders.make(STATES[axes], shape, kind, axes) for shape, kind, axes in layout.arrays(cache)]
         outputs = steps.trace(size, [*tensors, *states])

@@ -12,7 +12,6 @@ from torchqwen_tpu.batch import bucket
 from torchqwen_tpu.cache import CacheLayout, CacheShape
 from torchqwen_tpu.config import EngineConfig
 from torchqwen_tpu.ops import PAGES
-from torchqwen_tpu.runtime.execution import narrow_rows
 
 _CPU_MEMORY = 2**30
 _TPU_SHARE = 0.9
@@ -51,7 +50,7 @@ def _affordable_pages(layout: CacheLayout, memory: int | float | None, rows: int
     if memory <= 1:
         memory = int(memory * _free_memory())
     page, state = _sizes(layout)
-    states = (rows + narrow_rows(rows) + checkpoints) * state
+    states = (rows + checkpoints) * state
     pages = int(memory - states) // page
     if pages < 1:
         raise ValueError(

@@ -60,7 +60,8 @@ class Engine:
         mixed = device_type() == "TPU" if self.config.mixed is None else self.config.mixed
         self.scheduler = Scheduler(
             layout.mesh.ranks, budget.shape.rows, budget.shape.pool_pages, budget.shape.page_size, budget.checkpoints,
-            token_budget=self.config.token_budget, decode_steps=steps.runtime.decode_steps, mixed=mixed,
+            widths=self._executor.widths, token_budget=self.config.token_budget,
+            decode_steps=steps.runtime.decode_steps, mixed=mixed,
         )  # fmt: skip
         self._requests: dict[str, Request] = {}
         self._inbox: deque[tuple[str, Request | str]] = deque()  # from any thread
@@ -150,7 +151,9 @@ class Engine:
             self._prefill(pieces, went_on)
         turns = scheduler.decode()
         if turns:
-            for (request, steps), tokens in zip(turns, executor.decode(turns), strict=True):
+            width, moves = scheduler.gather([request for request, _ in turns])
+            executor.shift(moves)
+            for (request, steps), tokens in zip(turns, executor.decode(turns, width), strict=True):
                 scheduler.advance(request, steps)
                 self._append(request, tokens)
                 went_on[request] = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Sequence
 
@@ -15,21 +14,22 @@ from torchqwen_tpu.cache import CacheLayout, CacheShape
 from torchqwen_tpu.runtime.graph import CompiledGraph
 from torchqwen_tpu.runtime.packing import SMALLEST_BUCKET
 from torchqwen_tpu.runtime.parameters import SHORTLIST
+from torchqwen_tpu.runtime.penalties import Penalties
 from torchqwen_tpu.runtime.request import Request
 from torchqwen_tpu.runtime.scheduler import Move, Piece
-from torchqwen_tpu.runtime.step import DecodeShape, ExtendShape, Steps
-from torchqwen_tpu.runtime.stores import CHECKPOINTS, NARROW, SLOTS, StateStores
+from torchqwen_tpu.runtime.shapes import EOS_SLOTS, DecodeShape, ExtendShape
+from torchqwen_tpu.runtime.step import Steps
+from torchqwen_tpu.runtime.stores import CHECKPOINTS, SLOTS, StateStores
 
 _SAMPLING = ("temperature", "top_p", "min_p")
 
 
-def narrow_rows(rows: int) -> int:
-    """Sequences a rank of the narrow decode step; 0 where there is none.
+def decode_widths(rows: int) -> list[int]:
+    """Sequences a rank of each decode step that there is, ascending.
 
-    Row i of a decode step is slot i, so that a step has as many rows as there are slots, and a single request would pay for
-    all. Where few decode their states go through a store of their own, at the price of two copies every few tokens.
+    Row i of a decode step is slot i: with one step for all slots, a single request would pay for as many as there are.
     """
-    return max(rows // 8, 2) if rows > 4 else 0
+    return sorted({rows, *(max(rows // part, 2) for part in (2, 8) if rows > 4)})
 
 
 class Executor:
@@ -41,6 +41,7 @@ class Executor:
         token_budget: the most tokens of a rank's prefill step.
 
     Attributes:
+        widths: sequences a rank of each decode step, ascending.
         device_seconds: time spent in launching steps and waiting for their results.
     """
 
@@ -48,8 +49,8 @@ class Executor:
         self.steps, self.mesh, self.shape = steps, layout.mesh, shape
         self.vocabulary = layout.config.vocab_size
         self.device_seconds = 0.0
-        self._narrow = narrow_rows(shape.rows)
-        self._stores = StateStores(layout, steps.ops, shape, {CHECKPOINTS: checkpoints, NARROW: self._narrow})
+        self.widths = decode_widths(shape.rows)
+        self._stores = StateStores(layout, steps.ops, shape, checkpoints)
         self._choosers: dict[int, CompiledGraph] = {}
         largest = bucket(token_budget, SMALLEST_BUCKET)
         self._buckets = [SMALLEST_BUCKET << n for n in range(largest.bit_length()) if SMALLEST_BUCKET << n <= largest]
@@ -86,31 +87,20 @@ class Executor:
         result = self._choose(logits, chosen)
         return [(request, int(result[rank, row])) for rank, own in enumerate(chosen) for row, request in enumerate(own)]
 
-    def decode(self, turns: Sequence[tuple[Request, int]]) -> list[list[int]]:
-        """Generate tokens of requests, as many as each turn says or up to a stop token."""
-        by_rank = [[request for request, _ in turns if request.rank == rank] for rank in range(self.mesh.ranks)]
-        narrow = max(map(len, by_rank)) <= self._narrow
-        rows = self._narrow if narrow else self.shape.rows
-        shape = self._decode_shape(rows, self._candidates_of([request for request, _ in turns]))
+    def decode(self, turns: Sequence[tuple[Request, int]], width: int) -> list[list[int]]:
+        """Generate tokens of requests in slots below `width`, as many as each turn says or up to a stop token."""
+        shape = self._decode_shape(width, self._candidates_of([request for request, _ in turns]))
         values, sampling = self._idle_rows(shape)
-        if narrow:
-            row_of = {request: row for own in by_rank for row, request in enumerate(own)}
-            self._move([Move(request.rank, request.slot, row) for request, row in row_of.items()], SLOTS, NARROW)
-        else:
-            row_of = {request: request.slot for request, _ in turns}
-        places = [request.rank * rows + row_of[request] for request, _ in turns]
+        penalties = Penalties(self.mesh.ranks, width, self.vocabulary)
+        places = [request.rank * width + request.slot for request, _ in turns]
         for place, (request, steps) in zip(places, turns, strict=True):
             values["token"][place] = request.tokens[-1]
             values["finished"][place] = values["fed"][place] = 0
             values["context_length"][place] = request.computed
             values["page_table"][place, : len(request.pages)] = request.pages
             values["steps"][place] = steps
-            eos = request.parameters.eos
-            values["eos"][place, : len(eos)] = eos
-            self._write_sampling(values, sampling, request, *divmod(place, rows))
-        tokens = self._decode(shape, values, sampling)
-        if narrow:
-            self._move([Move(request.rank, row, request.slot) for request, row in row_of.items()], NARROW, SLOTS)
+            self._write_sampling(values, sampling, penalties, request, *divmod(place, width))
+        tokens = self._decode(shape, values, sampling, penalties)
         return [
             _until(tokens[:steps, place].tolist(), request.parameters.eos)
             for place, (request, steps) in zip(places, turns, strict=True)
@@ -126,11 +116,15 @@ class Executor:
         if moves:
             self._move(moves, CHECKPOINTS, SLOTS)
 
+    def shift(self, moves: Sequence[Move]) -> None:
+        """Bring slots into others."""
+        if moves:
+            self._move(moves, SLOTS, SLOTS)
+
     @property
     def graphs(self) -> int:
         """How many `warm_up` compiles."""
-        widths = 2 if self._narrow else 1
-        return len(self._buckets) + (1 + widths) * len(self._candidates) + 2 * len(self._stores.extra)
+        return len(self._buckets) + (1 + len(self.widths)) * len(self._candidates) + len(self._stores.paths)
 
     def warm_up(self, compiled) -> None:
         """Compile everything that can be asked for by running it without any token; `compiled()` is called after each."""
@@ -144,27 +138,29 @@ class Executor:
         for candidates in self._candidates:
             self._choose(logits, [[] for _ in range(ranks)], candidates)
             compiled()
-            for width in filter(None, (rows, self._narrow)):
+            for width in self.widths:
                 shape = self._decode_shape(width, candidates)
                 self._decode(shape, *self._idle_rows(shape))
                 compiled()
-        for name in self._stores.extra:
-            for origin, target in ((SLOTS, name), (name, SLOTS)):
-                self._move([], origin, target)
-                compiled()
+        for origin, target in self._stores.paths:
+            self._move([], origin, target)
+            compiled()
 
     def _prefill(self, shape: ExtendShape, values: dict[str, np.ndarray]) -> torch.Tensor:
         started = time.perf_counter()
-        with self._stores.opened(SLOTS) as states:
+        with self._stores.opened() as states:
             logits = self.steps.extend(shape, states, shape.header.pack(self.mesh.ranks, **values)).result
         self.device_seconds += time.perf_counter() - started
         return logits
 
-    def _decode(self, shape: DecodeShape, values: dict[str, np.ndarray], sampling: np.ndarray) -> np.ndarray:
+    def _decode(
+        self, shape: DecodeShape, values: dict[str, np.ndarray], sampling: np.ndarray, penalties: Penalties | None = None
+    ) -> np.ndarray:
         header = shape.header.pack(self.mesh.ranks, **values)
         started = time.perf_counter()
-        with self._stores.opened(SLOTS if shape.cache == self.shape else NARROW) as states:
-            tokens = self.steps.decode(shape, states, header, torch.from_numpy(sampling.reshape(self.mesh.ranks, -1)))
+        with self._stores.opened() as states:
+            sampling = torch.from_numpy(sampling.reshape(self.mesh.ranks, -1))
+            tokens = self.steps.decode(shape, states, header, sampling, penalties)
         self.device_seconds += time.perf_counter() - started
         return tokens
 
@@ -173,25 +169,29 @@ class Executor:
         ranks, rows = self.mesh.ranks, self.shape.rows
         if candidates is None:
             candidates = self._candidates_of([request for own in chosen for request in own])
-        layout = Header((("seed", rows), ("generated", rows), ("top_k", rows)))
-        values = {name: np.zeros((ranks * rows, 1), np.int32) for name, _ in layout.fields}
-        sampling = self._blank_sampling(rows)
+        fields = Header((("seed", rows), ("generated", rows), ("top_k", rows), ("eos", rows * EOS_SLOTS)))
+        values = {name: np.zeros((ranks * rows, size // rows), np.int32) for name, size in fields.fields}
+        values["eos"][:] = -1
+        sampling, penalties = self._blank_sampling(rows), Penalties(ranks, rows, self.vocabulary)
         for rank, own in enumerate(chosen):
             for row, request in enumerate(own):
-                self._write_sampling(values, sampling, request, rank, row)
+                self._write_sampling(values, sampling, penalties, request, rank, row)
 
-        def choose(header, sampling, logits):
+        def choose(logits, header, sampling, *penalties):
             if not candidates:
                 return [logits.float().argmax(-1).to(torch.int32)]
-            header = {name: value.reshape(-1) for name, value in layout.unpack(header).items()}
+            header = {name: value.reshape(-1) for name, value in fields.unpack(header).items()}
             temperature, top_p, min_p = (part.reshape(-1) for part in sampling.chunk(3, dim=1))
+            logits = self.steps.penalized(logits, *penalties, header["generated"], header["eos"].view(-1, EOS_SLOTS))
             return [self.steps.ops.sample(
                 logits, header["seed"], header["generated"], temperature, header["top_k"], top_p, min_p, candidates=candidates
             )]  # fmt: skip
 
         started = time.perf_counter()
         sampling = self.mesh.put(torch.from_numpy(sampling.reshape(ranks, -1)), ("tokens", None))
-        inputs = [place_header(self.mesh, layout.pack(ranks, **values)), sampling, logits]
+        inputs = [logits, place_header(self.mesh, fields.pack(ranks, **values)), sampling]
+        if candidates:
+            inputs.append(self.steps.place_penalties(rows, penalties))
         if candidates not in self._choosers:
             self._choosers[candidates] = CompiledGraph(choose, inputs)
         result = self.mesh.get(self._choosers[candidates](inputs)[0]).numpy()
@@ -203,12 +203,12 @@ class Executor:
         self._stores.move(moves, origin, target)
         self.device_seconds += time.perf_counter() - started
 
-    def _decode_shape(self, rows: int, candidates: int) -> DecodeShape:
-        return DecodeShape(dataclasses.replace(self.shape, rows=rows), candidates)
+    def _decode_shape(self, width: int, candidates: int) -> DecodeShape:
+        return DecodeShape(self.shape, candidates, width=width)
 
     def _idle_rows(self, shape: DecodeShape) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Values [ranks * rows, size] of a decode step in which no row does anything."""
-        rows = shape.cache.rows
+        rows = shape.rows
         values = {name: np.zeros((self.mesh.ranks * rows, size // rows), np.int32) for name, size in shape.header.fields}
         values["finished"][:] = values["fed"][:] = 1
         values["eos"][:] = -1
@@ -216,10 +216,10 @@ class Executor:
 
     def _candidates_of(self, requests: Sequence[Request]) -> int:
         """How many candidates serve all of them: none for greedy search, few where every top_k allows, or all."""
-        sampling = [request.parameters for request in requests if request.parameters.samples]
-        if not sampling:
+        parameters = [request.parameters for request in requests]
+        if not any(own.samples or own.penalizes for own in parameters):
             return 0
-        few = all(0 < parameters.top_k <= SHORTLIST for parameters in sampling)
+        few = all(0 < own.top_k <= SHORTLIST for own in parameters if own.samples)
         return min(SHORTLIST, self.vocabulary) if few else self.vocabulary
 
     def _blank_sampling(self, rows: int) -> np.ndarray:
@@ -229,11 +229,16 @@ class Executor:
         return sampling
 
     @staticmethod
-    def _write_sampling(values: dict[str, np.ndarray], sampling: np.ndarray, request: Request, rank: int, row: int) -> None:
-        place = rank * sampling.shape[2] + row
-        values["seed"][place], values["generated"][place] = request.parameters.seed, request.generated
-        values["top_k"][place] = min(request.parameters.top_k, np.iinfo(np.int32).max)
-        sampling[rank, :, row] = [getattr(request.parameters, name) for name in _SAMPLING]
+    def _write_sampling(
+        values: dict[str, np.ndarray], sampling: np.ndarray, penalties: Penalties, request: Request, rank: int, row: int
+    ) -> None:
+        place, parameters = rank * sampling.shape[2] + row, request.parameters
+        values["seed"][place], values["generated"][place] = parameters.seed, request.generated
+        values["top_k"][place] = min(parameters.top_k, np.iinfo(np.int32).max)
+        values["eos"][place, : len(parameters.eos)] = parameters.eos
+        sampling[rank, :, row] = [getattr(parameters, name) for name in _SAMPLING]
+        if parameters.penalizes:
+            penalties.put(place, request.tokens, parameters.repetition_penalty, parameters.min_new_tokens)
 
 
 def _until(tokens: list[int], stops: Sequence[int]) -> list[int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,20 +18,17 @@ from transformers.generation import (
     GenerateDecoderOnlyOutput,
     LogitsProcessorList,
     MaxLengthCriteria,
-    MinPLogitsWarper,
     StoppingCriteriaList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
-from torchqwen_tpu.batch import bucket
 from torchqwen_tpu.cache import HybridCache
 from torchqwen_tpu.inputs import check_embeddings, check_ids, check_mask, columns_of, limit_of
 from torchqwen_tpu.runtime.generate_batch import GenerationOutput, generate_batch
 from torchqwen_tpu.runtime.packing import Row, extend
+from torchqwen_tpu.runtime.penalties import Penalties
+from torchqwen_tpu.runtime.processors import SamplingParameters
 from torchqwen_tpu.runtime.sampling import choose_on_host
-from torchqwen_tpu.runtime.step import EOS_SLOTS, DecodeShape
+from torchqwen_tpu.runtime.shapes import EOS_SLOTS, DecodeShape
 
 _UNSUPPORTED = {
     "assistant_model": "assisted generation would roll a recurrent state back; call generate() without it",
@@ -53,37 +49,7 @@ _UNSUPPORTED = {
 }
 _NO_EFFECT = {"guidance_scale": 1, "num_beam_groups": 1}
 """Values that switch the unsupported thing off, besides None, False and an empty one."""
-_DEVICE_WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 _SEEDS: contextvars.ContextVar[int | Sequence[int] | None] = contextvars.ContextVar("seeds", default=None)
-
-
-@dataclass
-class SamplingParameters:
-    """How the device chooses a token; the defaults leave the distribution as it is."""
-
-    do_sample: bool
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-    @classmethod
-    def from_processors(cls, processors: LogitsProcessorList, do_sample: bool) -> SamplingParameters | None:
-        """None where the processors ask for more than the device does."""
-        kinds = [type(processor) for processor in processors]
-        if not do_sample:
-            return None if kinds else cls(False)
-        order = [_DEVICE_WARPERS.index(kind) if kind in _DEVICE_WARPERS else -1 for kind in kinds]
-        if -1 in order or order != sorted(set(order)):
-            return None
-        names = ("temperature", "top_k", "top_p", "min_p")
-        return cls(True, **{names[i]: getattr(processor, names[i]) for i, processor in zip(order, processors, strict=True)})
-
-    def candidates(self, vocabulary: int) -> int:
-        """How many of the largest scores the device sorts; 0 for greedy search."""
-        if not self.do_sample:
-            return 0
-        return min(bucket(self.top_k, 64), vocabulary) if self.top_k else vocabulary
 
 
 class Generation:
@@ -262,7 +228,7 @@ class _DecodeLoop:
             return None
         if any(type(criterion) not in (MaxLengthCriteria, EosTokenCriteria) for criterion in self.criteria):
             return None
-        return SamplingParameters.from_processors(self.processors, self.config.do_sample)
+        return SamplingParameters.from_processors(self.processors, self.config.do_sample, self.eos, self.ids.shape[1])
 
     def prefill(self, model_kwargs: dict) -> torch.Tensor:
         """Take the prompt into the cache; logits of every sequence's last token [batch, vocabulary], on the host."""
@@ -364,7 +330,12 @@ class _DecodeLoop:
                 steps=np.full(ranks * rows, count),
                 eos=np.broadcast_to(eos, (ranks * rows, EOS_SLOTS)),
             )
-            *tokens, lengths = steps.decode(shape, cache, header, sampling)
+            penalties = Penalties(ranks, rows, self.model.vocab_size)
+            if parameters.penalizes:
+                ignored = np.broadcast_to(parameters.ignored, self.batch)
+                for place, row in enumerate(self.ids.numpy()):
+                    penalties.put(place, row[ignored[place] :], parameters.repetition_penalty, parameters.min_new_tokens)
+            *tokens, lengths = steps.decode(shape, cache, header, sampling, penalties)
             cache.lengths = lengths.astype(np.int32)
             for step in tokens[:count]:
                 self.fed |= self.finished

@@ -13,7 +13,7 @@ from torchqwen_tpu.ops import Operations
 from torchqwen_tpu.recording import Recorder
 
 if TYPE_CHECKING:
-    from torchqwen_tpu.runtime.step import DecodeShape, ExtendShape
+    from torchqwen_tpu.runtime.shapes import DecodeShape, ExtendShape
 
 Records = dict[str, torch.Tensor]
 """What the recorders of a step kept, by name, on the device."""

@@ -13,7 +13,8 @@ from torchqwen_tpu.batch import bucket
 from torchqwen_tpu.cache import HybridCache
 from torchqwen_tpu.recording import Recorder
 from torchqwen_tpu.runtime.observation import Records
-from torchqwen_tpu.runtime.step import ExtendShape, Steps
+from torchqwen_tpu.runtime.shapes import ExtendShape
+from torchqwen_tpu.runtime.step import Steps
 
 SMALLEST_BUCKET = 64
 """Fewest tokens that a prefill step is compiled for, and fewest logits where it is more than one a sequence."""

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 from transformers import GenerationConfig
 
-from torchqwen_tpu.runtime.step import EOS_SLOTS
+from torchqwen_tpu.runtime.shapes import EOS_SLOTS
 
 _SUPPORTED = (
     "max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "min_p", "eos_token_id", "stop_strings",
+    "repetition_penalty", "min_new_tokens", "min_length",
 )  # fmt: skip
 _WITHOUT_EFFECT = (
     "pad_token_id", "bos_token_id", "decoder_start_token_id", "use_cache", "cache_config", "max_cache_len", "early_stopping",
@@ -22,6 +23,16 @@ _WITHOUT_EFFECT = (
 )  # fmt: skip
 """Settings of padding, beams and assistants, which mean nothing for one sequence in an engine."""
 _OFF = (None, False, "", 0, [], {})
+_RANGES = {
+    "seed": lambda value: isinstance(value, int) and 0 <= value < 2**31,
+    "temperature": lambda value: value > 0,
+    "top_k": lambda value: value >= 0 and value == int(value),
+    "top_p": lambda value: 0 < value <= 1,
+    "min_p": lambda value: 0 <= value <= 1,
+    "repetition_penalty": lambda value: 0 < value < float("inf"),
+    "min_new_tokens": lambda value: isinstance(value, int) and 0 <= value < 2**31,
+    "min_length": lambda value: isinstance(value, int) and 0 <= value < 2**31,
+}
 SHORTLIST = 64
 """Candidates that sampling sorts where top_k allows; otherwise the whole vocabulary."""
 
@@ -36,6 +47,8 @@ class Parameters:
         top_k, top_p, min_p: as in transformers; 0, 1 and 0 for all tokens.
         eos: ids that end the text; the one that did is part of it.
         stop_strings: texts that end the text, the one that did included.
+        repetition_penalty: as in transformers; 1 for none.
+        min_new_tokens: how many come before one of `eos` may.
         seed: of the sampling.
     """
 
@@ -46,11 +59,18 @@ class Parameters:
     min_p: float = 0.0
     eos: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
     seed: int = 0
 
     @property
     def samples(self) -> bool:
         return self.temperature > 0
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether scores depend on the tokens so far, or on how many there are."""
+        return self.repetition_penalty != 1 or (self.min_new_tokens > 0 and bool(self.eos))
 
 
 def resolve_parameters(
@@ -81,20 +101,16 @@ def resolve_parameters(
         raise ValueError(f"eos_token_id names {len(eos)} tokens, and there is room for {EOS_SLOTS}")
     stop = merged.get("stop_strings")
     stop = () if not stop else (stop,) if isinstance(stop, str) else tuple(stop)
-    if not merged["do_sample"]:
-        return Parameters(limit, eos=eos, stop_strings=stop)
-    seed = int(torch.randint(0, 2**31 - 1, ())) if seed is None else seed
-    ranges = {
-        "temperature": lambda value: value > 0,
-        "top_k": lambda value: value >= 0 and value == int(value),
-        "top_p": lambda value: 0 < value <= 1,
-        "min_p": lambda value: 0 <= value <= 1,
-    }
-    chosen = {"seed": seed, "min_p": 0.0} | {name: merged[name] for name in ranges if merged.get(name) is not None}
+    chosen = {name: merged.get(name) for name in ("repetition_penalty", "min_new_tokens", "min_length")}
+    if merged["do_sample"]:
+        chosen["seed"] = int(torch.randint(0, 2**31 - 1, ())) if seed is None else seed
+        chosen |= {name: merged.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
     for name, value in chosen.items():
-        allowed = ranges.get(name, lambda value: isinstance(value, int) and 0 <= value < 2**31)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not allowed(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not _RANGES[name](value):
             raise ValueError(f"{name}={value!r} is out of range")
+    least = chosen.pop("min_length", 0) - prompt_tokens
+    chosen.setdefault("min_new_tokens", max(least, 0))
     return Parameters(limit, eos=eos, stop_strings=stop, **chosen)
 
 

@@ -9,11 +9,16 @@ go on, so that everything ends.
 from __future__ import annotations
 
 import heapq
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchqwen_tpu.runtime.prefix import PagePool
 from torchqwen_tpu.runtime.request import Request
 
+FULL = 0.75
+"""Share of the running requests from which decoding ones do not wait for the others: a step costs by its rows, used or not.
+As few as the narrowest step takes never wait."""
 PATIENCE = 4
 """Prefill steps in a row after which decoding requests get their turn, however few they are."""
 
@@ -33,7 +38,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Move:
-    """Recurrent states that go from a place to another, within a rank: from slot to checkpoint or back."""
+    """Recurrent states that go from a place to another, within a rank: from slot to checkpoint, back, or to another slot."""
 
     rank: int
     origin: int
@@ -60,6 +65,7 @@ class Scheduler:
 
     Args:
         slots, pages: of each rank.
+        widths: how many slots a rank a decode step may take, its first ones; ascending, the last takes all.
         token_budget: the most tokens of a rank's prefill step.
         decode_steps: the most tokens that a decode step generates.
         mixed: decoding requests take part in prefill steps, a token each.
@@ -67,10 +73,10 @@ class Scheduler:
 
     def __init__(
         self, ranks: int, slots: int, pages: int, page_size: int, checkpoints: int,
-        *, token_budget: int, decode_steps: int, mixed: bool,
+        *, widths: Sequence[int], token_budget: int, decode_steps: int, mixed: bool,
     ):  # fmt: skip
         self.ranks = [Rank(index, slots, pages, page_size, checkpoints) for index in range(ranks)]
-        self.slots = slots
+        self.slots, self.widths = slots, widths
         self.page_size, self.token_budget, self.decode_steps, self.mixed = page_size, token_budget, decode_steps, mixed
         self.waiting = 0  # requests
         self.preemptions = self.reused_tokens = 0
@@ -120,8 +126,8 @@ class Scheduler:
     def decode(self) -> list[tuple[Request, int]]:
         """Requests that decode now, and how many tokens each, with the pages for them."""
         ready = sum(request.decodes for request in self.running)
-        if not ready or (2 * ready < len(self.running) and self._delayed < PATIENCE):
-            return []  # few decode and many are about to: the step is better taken with them
+        if not ready or (self.widths[0] < ready < FULL * len(self.running) and self._delayed < PATIENCE):
+            return []  # more are about to decode: the step is better taken with them
         self._delayed = 0
         turns = []
         for rank in self.ranks:
@@ -130,6 +136,25 @@ class Scheduler:
                 if request.slot is not None and self._grow(rank, request, request.computed + steps):
                     turns.append((request, steps))
         return turns
+
+    def gather(self, requests: Sequence[Request]) -> tuple[int, list[Move]]:
+        """Bring running requests into the first slots of their ranks, so far that the narrowest step takes them.
+
+        Returns: the width, and where states are to be brought, which is where requests are from now on.
+        """
+        for width in self.widths:
+            outside = [[] for _ in self.ranks]
+            for request in requests:
+                if request.slot >= width:
+                    outside[request.rank].append(request)
+            if all(len(own) <= sum(slot < width for slot in rank.slots) for own, rank in zip(outside, self.ranks, strict=True)):
+                break
+        moves = []
+        for request in itertools.chain(*outside):
+            move = Move(request.rank, request.slot, heapq.heapreplace(self.ranks[request.rank].slots, request.slot))
+            request.slot = move.target
+            moves.append(move)
+        return width, moves
 
     def advance(self, request: Request, count: int) -> list[Move]:
         """The model has taken `count` tokens of the request. Pages that are complete are shared from now on; returns where

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -12,80 +12,17 @@ import torch.nn.functional as F
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
-from torchqwen_tpu.batch import Header, RaggedBatch, place_header
-from torchqwen_tpu.cache import CacheShape, HybridCache
+from torchqwen_tpu.batch import RaggedBatch, place_header
+from torchqwen_tpu.cache import HybridCache
 from torchqwen_tpu.config import RuntimeConfig
 from torchqwen_tpu.models.layers import Linear
 from torchqwen_tpu.models.qwen3_5 import TextModel
 from torchqwen_tpu.ops import Operations
-from torchqwen_tpu.recording import LayerInputs, Recorder
+from torchqwen_tpu.recording import LayerInputs
 from torchqwen_tpu.runtime.graph import CompiledGraph, scan
 from torchqwen_tpu.runtime.observation import Extended, Observer, Records, recorded, split_records
-
-EOS_SLOTS = 8
-"""Stop tokens of a sequence that a decode graph has room for."""
-
-
-@dataclass(frozen=True)
-class ExtendShape:
-    """Sizes of an extend step, each a rank: tokens, rows whose logits are wanted, and the cache.
-
-    decode: every sequence takes at most one token, and token i belongs to row i of the cache.
-    alternatives: None for logits; otherwise the scores of given tokens, with that many alternatives beside each.
-    recorders: what is kept of the values inside the layers.
-    """
-
-    tokens: int
-    selected: int
-    cache: CacheShape
-    decode: bool = False
-    embeddings: bool = False
-    hidden_states: bool = False
-    alternatives: int | None = None
-    recorders: tuple[Recorder, ...] = ()
-
-    @property
-    def header(self) -> Header:
-        rows = self.cache.rows
-        targets = self.selected if self.alternatives is not None else 0
-        return Header((
-            ("tokens", self.tokens),
-            ("positions", 3 * self.tokens),
-            ("query_start", rows),
-            ("query_length", rows),
-            ("context_length", rows),
-            ("slot", rows),
-            ("page_table", rows * self.cache.pages),
-            ("select", self.selected),
-            ("target", targets),
-        ))  # fmt: skip
-
-
-@dataclass(frozen=True)
-class DecodeShape:
-    """Sizes of a decode step: its cache, the candidates that sampling sorts (0: greedy), and what is kept of the values
-    inside the layers."""
-
-    cache: CacheShape
-    candidates: int = 0
-    recorders: tuple[Recorder, ...] = ()
-
-    @property
-    def header(self) -> Header:
-        rows = self.cache.rows
-        return Header((
-            ("token", rows),
-            ("finished", rows),
-            ("fed", rows),
-            ("context_length", rows),
-            ("offsets", 3 * rows),
-            ("page_table", rows * self.cache.pages),
-            ("seed", rows),
-            ("generated", rows),
-            ("top_k", rows),
-            ("steps", rows),
-            ("eos", rows * EOS_SLOTS),
-        ))  # fmt: skip
+from torchqwen_tpu.runtime.penalties import Penalties, penalty_header
+from torchqwen_tpu.runtime.shapes import EOS_SLOTS, DecodeShape, ExtendShape
 
 
 class Steps:
@@ -103,6 +40,7 @@ class Steps:
         self.observer: Observer | None = None
         self._graphs: dict[ExtendShape | DecodeShape, CompiledGraph] = {}
         self._traced: list[tuple[int, int]] = []
+        self._neutral: dict[int, torch.Tensor] = {}
 
     def extend(
         self, shape: ExtendShape, cache: HybridCache, header: torch.Tensor, embeddings: torch.Tensor | None = None
@@ -126,23 +64,51 @@ class Steps:
             self.observer.extended(shape, header, seen)
         return Extended(outputs[count], outputs[count + 1 :], records)
 
-    def decode(self, shape: DecodeShape, cache: HybridCache, header: torch.Tensor, sampling: torch.Tensor) -> np.ndarray:
+    def decode(
+        self, shape: DecodeShape, cache: HybridCache, header: torch.Tensor, sampling: torch.Tensor,
+        penalties: Penalties | None = None,
+    ) -> np.ndarray:  # fmt: skip
         """Generate up to `decode_steps` tokens a sequence, of each as many as its `steps`.
 
         Args:
             header: as `shape.header` packs it, on the host.
             sampling: [ranks, 3 * rows] float32 on the host: temperature, top_p and min_p.
+            penalties: None for none; greedy search with `candidates` 0 knows none.
 
         Returns: [decode_steps + 1, ranks * rows]: the tokens of each step, then the new lengths.
         """
         mesh = self.ops.mesh
         inputs = [place_header(mesh, header), mesh.put(sampling, ("tokens", None))]
-        outputs, seen = self._run(shape, inputs, cache, f"decode step of {shape.cache.rows} sequences")
+        if shape.candidates:
+            inputs.append(self.place_penalties(shape.rows, penalties))
+        outputs, seen = self._run(shape, inputs, cache, f"decode step of {shape.rows} sequences")
         outputs, _ = split_records(shape.recorders, outputs)
         cache.states = outputs[:-1]
         if self.observer is not None:  # while the device works
             self.observer.decoded(shape, header, seen)
         return mesh.get(outputs[-1]).numpy()
+
+    def place_penalties(self, rows: int, penalties: Penalties | None) -> torch.Tensor:
+        """Penalties on the device. Those that change nothing lie there already: history is large, and few ask for it."""
+        mesh = self.ops.mesh
+        if penalties is not None and not penalties.neutral:
+            return place_header(mesh, penalties.pack())
+        if rows not in self._neutral:
+            self._neutral[rows] = place_header(mesh, Penalties(mesh.ranks, rows, self.vocabulary).pack())
+        return self._neutral[rows]
+
+    def penalized(self, logits: torch.Tensor, penalties: torch.Tensor, generated: torch.Tensor, eos: torch.Tensor):
+        """Logits [R*N, vocabulary] under placed penalties; `generated` and `eos` as for `custom_ops.sampling.penalize`."""
+        own = self._unpack_penalties(penalties, len(logits) // self.ops.mesh.ranks)
+        return self.ops.penalize(logits, own["seen"], own["penalty"], own["least"], generated, eos)
+
+    def _unpack_penalties(self, penalties: torch.Tensor, rows: int) -> dict[str, torch.Tensor]:
+        own = {name: value.reshape(-1) for name, value in penalty_header(rows, self.vocabulary).unpack(penalties).items()}
+        return {**own, "seen": own["seen"].view(self.ops.mesh.ranks * rows, -1)}
+
+    @property
+    def vocabulary(self) -> int:
+        return self.decoder.embed_tokens.weight.shape[0]
 
     def _run(self, shape, inputs: list[torch.Tensor], cache: HybridCache, what: str) -> tuple[list[torch.Tensor], Records]:
         """The outputs of a step, and what was recorded for the observer alone."""
@@ -160,7 +126,8 @@ class Steps:
         return split_records(watching, self._graphs[shape](inputs))
 
     def trace(self, shape: ExtendShape | DecodeShape, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What a step computes of its inputs: header, embeddings or sampling parameters, states. The new states come first."""
+        """What a step computes of its inputs: header, embeddings or sampling parameters with penalties, states. The new states
+        come first."""
         return (self._trace_decode if isinstance(shape, DecodeShape) else self._trace_extend)(shape, tensors)
 
     def graph(self, shape: ExtendShape | DecodeShape) -> CompiledGraph:
@@ -210,13 +177,13 @@ class Steps:
         return [*output.states, result, *layers, *records]
 
     def _trace_decode(self, shape: DecodeShape, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-        header, rows = shape.header.unpack(tensors[0]), shape.cache.rows
+        header, rows = shape.header.unpack(tensors[0]), shape.rows
         row = torch.arange(rows, dtype=torch.int32, device=tensors[0].device).repeat(self.ops.mesh.ranks)
 
         # What a step reads is part of the carry even where it never changes: tensors that scan finds by itself are
         # captured with the values they have now.
         def one_step(carry, number, first=False):
-            token, finished, fed, length, generated, states, constant = carry
+            token, finished, fed, length, generated, seen, states, constant = carry
             finished, fed = finished > 0, fed > 0  # scan carries no booleans
             # A finished sequence still takes in its stop token, as in transformers, unless nothing else goes on.
             active = ~fed & (number < constant["steps"]) & ~finished.all()
@@ -234,6 +201,9 @@ class Steps:
             output = self.decoder(embeddings, batch, states, self.ops, shape.recorders)
             logits = self._logits(output.hidden).float()
             if shape.candidates:
+                logits = self.ops.penalize(
+                    logits, seen, constant["penalty"], constant["least"], generated, constant["eos"]
+                )
                 chosen = self.ops.sample(
                     logits, constant["seed"], generated, constant["temperature"], constant["top_k"], constant["top_p"],
                     constant["min_p"], candidates=shape.candidates,
@@ -243,12 +213,14 @@ class Steps:
             fed = fed | (active & finished)
             going = active & ~finished
             token = torch.where(going, chosen, token)
+            if shape.candidates:
+                seen = self.ops.mark(seen, token, going)
             finished = finished | (going & (token.unsqueeze(1) == constant["eos"]).any(1))
             length = length + active.to(torch.int32)
             generated = generated + going.to(torch.int32)
             flags = (finished.to(torch.int32), fed.to(torch.int32))
             records = recorded(shape.recorders, output, batch, lambda rows: rows, self.ops)
-            return (token, *flags, length, generated, output.states, constant), (token, *records)
+            return (token, *flags, length, generated, seen, output.states, constant), (token, *records)
 
         flat = {name: value.reshape(-1) for name, value in header.items()}
         temperature, top_p, min_p = (part.reshape(-1) for part in tensors[1].chunk(3, dim=1))
@@ -259,12 +231,15 @@ class Steps:
             "steps": flat["steps"],
             "eos": flat["eos"].view(-1, EOS_SLOTS),
         }
+        seen, states = (), tensors[2:]
         if shape.candidates:
-            constant |= {"seed": flat["seed"], "top_k": flat["top_k"]}
+            penalties, states = self._unpack_penalties(tensors[2], rows), tensors[3:]
+            seen = penalties.pop("seen")
+            constant |= {**penalties, "seed": flat["seed"], "top_k": flat["top_k"]}
             constant |= {"temperature": temperature, "top_p": top_p, "min_p": min_p}
         carry = (
-            flat["token"], flat["finished"], flat["fed"], flat["context_length"], flat["generated"],
-            tuple(tensors[2:]), constant,
+            flat["token"], flat["finished"], flat["fed"], flat["context_length"], flat["generated"], seen,
+            tuple(states), constant,
         )  # fmt: skip
         numbers = torch.arange(self.runtime.decode_steps, dtype=torch.int32, device=tensors[0].device)
         steps = []
@@ -276,7 +251,7 @@ class Steps:
             carry, results = scan(one_step, carry, numbers)
             steps.append(results)
         tokens, *records = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*steps, strict=True))
-        _, _, _, length, _, states, _ = carry
+        _, _, _, length, _, _, states, _ = carry
         return [*states, torch.cat([tokens, length.unsqueeze(0)]), *records]
 
 
