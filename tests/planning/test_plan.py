@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import signal
 import subprocess
-import tempfile
+import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -35,7 +39,9 @@ def cut(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def planned(cut):
-    return torchqwen_tpu.plan(str(cut), concurrency=64, input_len=1024, output_len=64, prefill_chunk=128)
+    return torchqwen_tpu.plan(
+        str(cut), layout="auto", concurrency=64, input_len=1024, output_len=64, prefill_chunk=128, state_dtype="bfloat16"
+    )
 
 
 @pytest.mark.slow
@@ -129,21 +135,27 @@ def test_what_does_not_fit_says_by_how_much_and_what_helps(cut, capsys):
     assert "does not fit" in output and "12" in output and "a concurrency of" in output and "FP8" in output
 
 
-def test_an_interrupted_plan_leaves_nothing_behind(cut, tmp_path, monkeypatch):
-    children = []
+def processes_that_name(folder: Path) -> list[int]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if str(folder) in (process / "cmdline").read_bytes().decode(errors="replace"):
+                found.append(int(process.name))
+    return found
 
-    class Interrupted(subprocess.Popen):
-        def wait(self, timeout=None):
-            if self not in children:
-                children.append(self)
-                raise KeyboardInterrupt
-            return super().wait(timeout)
 
-    monkeypatch.setattr(subprocess, "Popen", Interrupted)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert main(["plan", "--model", str(cut)]) == 130
-    assert children[0].poll() is not None
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_plan_leaves_nothing_behind(cut, tmp_path, number):
+    command = [sys.executable, "-m", "torchqwen_tpu.cli", "plan", "--model", str(cut)]
+    process = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True)
+    limit = time.monotonic() + 300
+    while not processes_that_name(tmp_path):  # a process that compiles is told its folder
+        assert process.poll() is None and time.monotonic() < limit
+        time.sleep(0.2)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=300)
+    assert process.returncode == 130 and "Traceback" not in error
+    assert not list(tmp_path.iterdir()) and not processes_that_name(tmp_path)
 
 
 @pytest.mark.long

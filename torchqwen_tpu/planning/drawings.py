@@ -24,7 +24,7 @@ def memory_bars(layouts: Sequence[LayoutPlan]) -> str:
     scale, drawn, y = (_WIDTH - 80) / most, [], 8
     for layout in layouts:
         x = 70.0
-        drawn.append(_text(0, y + 17, layout.layout))
+        drawn.append(_text(0, y + 17, layout.name))
         for part, size in _memory(layout).items():
             width = size * scale
             drawn.append(_box(x, y, width, 24, colour[part], f"{part}: {size / GIB:.2f} GiB"))
