@@ -12,6 +12,7 @@ from pathlib import Path
 import torch_xla.runtime as xr
 
 from custom_ops.cost_model import CHIPS
+from custom_ops.implementations import IMPLEMENTATIONS
 from custom_ops.tpu_compiler import compile_graph, topology
 from torchqwen_tpu.checkpoint.resolve import read_config
 from torchqwen_tpu.planning.request import Graph
@@ -32,7 +33,19 @@ def main(folder: str) -> None:
 def _compile(graph: Graph, hlo: Path) -> dict:
     if graph.devices > 1:
         xr.use_spmd()
-    traced = trace(read_config(Path(graph.config)), graph)
+    try:
+        return _compile_with(graph, hlo, {})
+    except Exception as error:  # the compiler's own exception type is not public
+        if "Mosaic" not in str(error):
+            raise
+        xla = {name: "xla" for name, choices in IMPLEMENTATIONS.items() if {"xla", "pallas_tpu"} <= set(choices)}
+        reason = " ".join(str(error).split())[:200]
+        note = f"planned with RuntimeConfig(implementations={xla}), as a Pallas kernel does not compile for this chip: {reason}"
+        return _compile_with(graph, hlo, xla) | {"note": note}
+
+
+def _compile_with(graph: Graph, hlo: Path, implementations: dict[str, str]) -> dict:
+    traced = trace(read_config(Path(graph.config)), graph, implementations)
     inputs, arguments = traced.inputs.made, traced.inputs.of_a_device()
     given = sum(argument.bytes for argument in arguments)
     memory = {"argument": given, "output": 0, "alias": 0, "temp": 0, "generated_code": 0}
@@ -42,8 +55,8 @@ def _compile(graph: Graph, hlo: Path) -> dict:
             traced.outputs, [entry.tensor for entry in inputs], [entry.spec for entry in inputs], traced.mesh,
             donated=traced.donated, topology_name=graph.topology,
         )  # fmt: skip
-    except Exception as error:  # the compiler's own exception type is not public
-        if "RESOURCE_EXHAUSTED" not in str(error):
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" not in str(error) or "Mosaic" in str(error):
             raise
         capacity = CHIPS[topology(graph.topology).devices[0].device_kind].hbm_bytes
         memory["temp"] = max(_needed(str(error), given), capacity + 1) - given

@@ -24,8 +24,8 @@ from custom_ops.schedule.bundles import Loop, ScheduleError, read_schedule
 from custom_ops.tpu_compiler import environment_with
 from torchqwen_tpu.planning.arguments import Argument
 
-MEMORY = 5 * GIB
-"""That a process may take: a prefill step of 397B takes 4."""
+MEMORY = 4 * GIB
+"""That a process may take: a mixed step of 397B takes 2.8."""
 _BUNDLES = "-final_bundles.txt"
 _LOOK = 0.1
 """Seconds between two looks at the processes."""
@@ -51,6 +51,7 @@ class CompiledStep:
         peak: bytes of the process that did it.
         fits: false where the graph needs more memory than a core has; 'temp' then is what it needs beside its arguments as
             the compiler says.
+        note: what differs from what runs by default.
     """
 
     graph: Compiled
@@ -61,6 +62,7 @@ class CompiledStep:
     seconds: float
     peak: int
     fits: bool = True
+    note: str = ""
 
     @property
     def slots(self) -> int:
@@ -94,9 +96,9 @@ def compile_steps(graphs: Mapping[Key, Compiled], report: Callable[[Key, str], N
 
 
 def _at_once() -> int:
-    """Processes that may run now, besides those that run."""
-    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(len(os.sched_getaffinity(0)), 1 + int(pages // MEMORY))
+    """Processes that may run at once, by processors and by memory beside one that runs."""
+    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
+    return min(len(os.sched_getaffinity(0)), 1 + 1024 * int(line.split()[1]) // MEMORY)
 
 
 class _Compilation(contextlib.AbstractContextManager):
@@ -148,6 +150,7 @@ class _Compilation(contextlib.AbstractContextManager):
             seconds=seconds,
             peak=answer["peak"],
             fits=answer["fits"],
+            note=answer.get("note", ""),
         )
         self._temporary.cleanup()
         return step

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torchqwen_tpu.planning.drawings import memory_bars, roofline_plot, timeline
 from torchqwen_tpu.planning.published import comparisons
-from torchqwen_tpu.planning.report import COPIES, beside_each_other, collectives, headline
+from torchqwen_tpu.planning.report import beside_each_other, collectives, headline, notes
 from torchqwen_tpu.planning.result import LayoutPlan, Plan, Step
 
 _STYLE = """
@@ -68,9 +68,8 @@ def render(plan: Plan) -> str:
 
 def _layouts(plan: Plan) -> str:
     header, *rows = beside_each_other(plan)
-    notes = [f"{layout.name}: {layout.error}" for layout in plan.layouts if layout.error]
-    notes += [COPIES.format(layout.name, layout.key_value_copies) for layout in plan.layouts if not layout.runs]
-    return _table(header, rows) + "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
+    told = [note for layout in plan.layouts for note in notes(layout)]
+    return _table(header, rows) + "".join(f'<p class="note">{escape(note)}</p>' for note in told)
 
 
 def _layout(layout: LayoutPlan, layers: int) -> str:

@@ -94,7 +94,9 @@ def _draft(
     sizes = sizes_of(own, mesh, request.dtype == "fp8", request.state_dtype, request.page_size)
     memory = memory_of(sizes, steps, request, where.chip, mesh.ranks, limit_of(config.get_text_config()))
     help_with = () if memory.fits else remedies(request, config, where.chip, mesh, memory)
-    return LayoutPlan(mesh.layout, sized_name(mesh), mesh.ranks, copies, memory, remedies=help_with)
+    notes = [f"planned with every key-value head on {copies} cores, which this library does not load"] if copies > 1 else []
+    notes += [step.note for step in steps if step.note][:1]
+    return LayoutPlan(mesh.layout, sized_name(mesh), mesh.ranks, copies, memory, remedies=help_with, notes=tuple(notes))
 
 
 def _plan_layout(

@@ -12,7 +12,6 @@ from torchqwen_tpu.planning.table import aligned
 
 LISTED = 14
 """Classes of instructions that a table lists; the others are one line."""
-COPIES = "{}: planned with every key-value head on {} cores, which this library does not load"
 
 
 def format_plan(plan: Plan) -> str:
@@ -53,10 +52,7 @@ def _summary(plan: Plan) -> Iterator[str]:
     yield ""
     yield from aligned(beside_each_other(plan))
     for layout in plan.layouts:
-        if layout.error:
-            yield f"{layout.name}: {layout.error}"
-        if not layout.runs:
-            yield COPIES.format(layout.name, layout.key_value_copies)
+        yield from notes(layout)
 
 
 def beside_each_other(plan: Plan) -> list[tuple[str, ...]]:
@@ -91,6 +87,11 @@ def beside_each_other(plan: Plan) -> list[tuple[str, ...]]:
         _row("tokens/s/chip", timed, lambda layout: f"{layout.tokens_per_second_chip['mixed']:,.0f}"),
         _row("compiled in, s", timed, lambda layout: f"{layout.compile_seconds:.0f}"),
     ]
+
+
+def notes(layout: LayoutPlan) -> list[str]:
+    """What is to be known of a layout besides its figures."""
+    return [f"{layout.name}: {note}" for note in (layout.error, *layout.notes) if note]
 
 
 def _row(name: str, columns: Sequence, text: Callable[..., str]) -> tuple[str, ...]:

@@ -74,6 +74,7 @@ class LayoutPlan:
         mean of the first decode step and the last. In seconds.
     tokens_per_second_chip: input and output tokens a second and chip over whole requests; `mixed` with prefill chunks that
         carry decoding sequences, `separate` with prefill first.
+    notes: what differs from what the library does by default.
     compile_seconds: of all graphs; compile_memory: bytes of the largest process that compiled.
     """
 
@@ -91,6 +92,7 @@ class LayoutPlan:
     compile_memory: int = 0
     error: str | None = None
     remedies: tuple[Remedy, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:

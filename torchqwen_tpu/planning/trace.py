@@ -34,8 +34,8 @@ class Traced:
 
 
 @torch.no_grad()
-def trace(config: PretrainedConfig, graph: Graph) -> Traced:
-    """Trace the step that `graph` describes.
+def trace(config: PretrainedConfig, graph: Graph, implementations: dict[str, str]) -> Traced:
+    """Trace the step that `graph` describes; `implementations` as in `RuntimeConfig`.
 
     Raises:
         ValueError: heads or experts that the layout cannot split.
@@ -43,8 +43,9 @@ def trace(config: PretrainedConfig, graph: Graph) -> Traced:
     mesh = DeviceMesh(graph.chips, graph.cores, graph.layout)
     inputs = Inputs(mesh, xla_builder.create_placeholder_tensor)
     runtime = RuntimeConfig(
-        page_size=graph.page_size, state_dtype=graph.state_dtype, scan_layers=True, decode_steps=graph.decode_steps
-    )
+        page_size=graph.page_size, state_dtype=graph.state_dtype, scan_layers=True, decode_steps=graph.decode_steps,
+        implementations=implementations,
+    )  # fmt: skip
     with lowering_for("tpu"):
         model = build_model(with_copies(config, graph.key_value_copies), graph.weights == "fp8", inputs)
         steps = Steps(model.model, model.lm_head, Operations(mesh, runtime), runtime)
