@@ -24,6 +24,8 @@ from torchqwen_tpu.planning.report import format_plan
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 LAYERS, HIDDEN, EXPERTS, WIDTH, VOCABULARY, DEVICES = 4, 4096, 64, 1024, 32768, 8
 
+LOAD = {"concurrency": 64, "input_len": 1024, "output_len": 64, "prefill_chunk": 128, "state_dtype": "bfloat16"}
+
 
 @pytest.fixture(scope="module")
 def cut(tmp_path_factory) -> Path:
@@ -39,9 +41,7 @@ def cut(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def planned(cut):
-    return torchqwen_tpu.plan(
-        str(cut), layout="auto", concurrency=64, input_len=1024, output_len=64, prefill_chunk=128, state_dtype="bfloat16"
-    )
+    return torchqwen_tpu.plan(str(cut), **LOAD)
 
 
 @pytest.mark.slow
@@ -94,6 +94,20 @@ def test_kernels_and_collectives_of_every_layer_are_there(planned):
     assert step.costs["kernel gated_delta_net_decode"].runs == pytest.approx(3)
     assert step.costs["kernel ragged_moe_experts"].runs == pytest.approx(LAYERS)
     assert exchanges(step) == {"all-gather": LAYERS, "kernel reduce_scatter": LAYERS}
+
+
+@pytest.mark.slow
+def test_what_splitting_every_layer_over_all_cores_costs(cut, planned):
+    split = torchqwen_tpu.plan(str(cut), layout="tp8", **LOAD).best
+    whole = planned.best
+    assert (whole.name, split.name, whole.key_value_copies, split.key_value_copies) == ("dp8", "tp8", 1, 4)
+    assert whole.runs and not split.runs and split.notes
+    # Two key-value heads on eight cores: each keeps one of eight, for all 64 sequences.
+    assert split.memory.states["KV pages"] == 4 * whole.memory.states["KV pages"]
+    assert split.memory.weights["attention"] < 0.3 * whole.memory.weights["attention"]
+    exchanged = split.steps["decode, start"].exchanged
+    # Each layer adds up its heads' part and its experts' part over all cores.
+    assert exchanged.runs >= 2 * LAYERS and exchanged.waiting > 0
 
 
 class _Balanced(HTMLParser):
