@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -161,7 +162,11 @@ def processes_that_name(folder: Path) -> list[int]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_plan_leaves_nothing_behind(cut, tmp_path, number):
     command = [sys.executable, "-m", "torchqwen_tpu.cli", "plan", "--model", str(cut)]
-    process = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True)
+    # A shell starts what runs in its background with SIGINT ignored: not so here.
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(
+        command, env=os.environ | {"TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True, preexec_fn=heard
+    )
     limit = time.monotonic() + 300
     while not processes_that_name(tmp_path):  # a process that compiles is told its folder
         assert process.poll() is None and time.monotonic() < limit
