@@ -38,6 +38,7 @@ _SETTINGS = {
     "TPU_ACCELERATOR_TYPE": "tpu7x-8",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_LOG_DIR": "disabled",
+    "TPU_MIN_LOG_LEVEL": "3",
 }
 _ONE_CHIP = {"chips_per_host_bounds": (1, 1, 1)}
 
