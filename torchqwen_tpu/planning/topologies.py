@@ -41,7 +41,7 @@ def find_topology(name: str) -> Topology:
         raise ValueError(f"{error}; it takes {', '.join(known())} and other multiples of a host's chips") from error
     kind = devices[0].device_kind
     if kind not in CHIPS:
-        raise ValueError(f"the cost model does not know {kind}; it knows {', '.join(chip.name for chip in CHIPS.values())}")
+        raise ValueError(f"the cost model does not know {kind}; it knows those of {', '.join(known())}")
     chip = CHIPS[kind]
     return Topology(chip, tuple(tuple(device.coords) for device in devices[:: chip.cores]))
 
