@@ -19,7 +19,7 @@ h1{font-size:25px;margin:0 0 2px}h2{font-size:19px;margin:34px 0 8px;border-bott
 h3{font-size:16px;margin:24px 0 6px}p{margin:6px 0}.lead{font-size:17px}.note{color:#5b6776;font-size:13px}
 .bad{color:#a3261d}
 table{border-collapse:collapse;margin:8px 0 4px;font-variant-numeric:tabular-nums;font-size:13.5px}
-th,td{padding:3px 12px 3px 0;text-align:right;white-space:nowrap}th:first-child,td:first-child{text-align:left}
+th,td{padding:3px 12px 3px 0;text-align:right;white-space:pre}th:first-child,td:first-child{text-align:left}
 th{font-weight:600;color:#5b6776;border-bottom:1px solid #b9c3cf}tr+tr td{border-top:1px solid #edf0f4}
 svg{display:block;width:100%;height:auto;margin:8px 0}
 .scroll{overflow-x:auto}
