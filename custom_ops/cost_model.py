@@ -1,27 +1,44 @@
 """The one cost model: how bundles, bytes and collectives become times, for the chips that the TPU compiler knows.
 
-What it says is modelled, never measured. A core (half a chip of TPU7x, a whole chip of v5e and v6e) has four servers:
+What it says is modelled, never measured. `custom_ops.schedule` applies it to one kernel, `torchqwen_tpu.planning` to the
+scheduled graph of a whole step; `python -m torchqwen_tpu.planning.calibration` prints it beside published timings. A core
+(half a chip of TPU7x, a whole chip of v5e, v5p and v6e) has four servers:
 
-- **Bundles.** A bundle of the compiler's final schedule takes a cycle; a loop takes its bundles times its trip count, and every
-  predicated region counts as taken. TPU7x's clock is not published: 2.2 GHz follows from 1,155 BF16 TFLOP/s and four times
-  256 x 256 multiplications a bundle. Others: published matrix throughput over 2 x (matrix unit)² x (number of units) x
-  multiplications.
+- **Bundles.** A bundle of the compiler's final schedule takes a cycle, and every predicated region counts as taken. A loop
+  takes its body times its trip count, in XLA's graphs and within a program; nothing of one turn runs beside the next but what
+  the schedule says. Trip counts come from the schedule or the graph where they are constants, and where they are data (tokens
+  of a sequence, experts that are hit, pages) from the load that is planned, routing being even and independent. A custom call
+  (a Pallas kernel) is its own schedule, counted in the same way. Where the compiler wrote no schedule of a program, XLA's
+  `estimated_cycles` stand for it, and tables mark them.
 - **HBM.** One queue at the stated bandwidth: what an instruction reads and writes in HBM (operands that lie in VMEM cost
-  nothing), prefetches in the order in which the schedule starts them. An instruction takes the longer of its bundles and its
-  bytes; a prefetch runs beside whatever follows, until the schedule waits for it. Instructions that read HBM and find nothing
-  prefetched also wait `HBM_LATENCY`.
-- **ICI.** One queue: a chip's links carry `ICI_LINK` bytes a second each way, spread evenly over the dimensions of the torus
+  nothing; of an operand that is only sliced or gathered from, the slices count), and prefetches in the order in which the
+  schedule starts them. A kernel counts what it touches under the load, as a function of its own says (`planning.kernels`).
+- **ICI.** One queue: a chip's links carry `ici_link` bytes a second each way, spread evenly over the dimensions of the torus
   (a dimension of two chips has one link, longer ones two). XLA's collectives send each core's rows over ICI for
   themselves, so the cores of a chip share its links: an all-gather of N bytes over D devices brings N (D - C) / D bytes
-  to each of the C cores of a chip. Each dependent hop adds `HOP` plus `START`. Synchronous collectives stop the core,
-  asynchronous ones run beside it up to their -done.
+  to each of the C cores of a chip. Each dependent hop adds `HOP` plus `START`. An all-reduce is a reduce-scatter and an
+  all-gather. Links are not shared with other collectives than those of the schedule.
 - **Die to die.** The cores of one chip are connected at six links' bandwidth; a collective takes the longer of its
-  part over ICI and its part between the dies.
+  part over ICI and its part between the dies. The hierarchical reduce-scatter has a model of its own on the same constants
+  (`custom_ops.reduce_scatter.cost`); beyond 2x2x2 chips its partners are not all neighbours, which it does not count.
 
-Sources: bandwidths, matrix throughput and sizes are Google's published figures; `measured` is the bandwidth that Google saw
-in its kernels of this model on TPU7x (3.21 of 3.69 TB/s), and the same 87 % for others. The model of the collectives
-gives 564 µs and 284 µs for an all-gather of 8,192 rows of 4,096 on 2x2x1 in BF16 and FP8; 559 and 283 were
-published. `HOP`, `START` and `HBM_LATENCY` are assumed: nothing is published.
+What overlaps: an instruction takes the longer of its bundles and its bytes, as kernels and fusions fetch ahead of themselves;
+one that finds nothing prefetched also waits `HBM_LATENCY`. A prefetch, and a collective that is asynchronous or on
+SparseCore, run beside whatever follows, until the schedule waits for them (-done). Synchronous collectives and collective
+kernels stop the core. Instructions do not overlap with each other otherwise, and the host costs nothing.
+
+Where the constants come from:
+- TPU7x's clock is not published: 2.2 GHz follows from 1,155 BF16 TFLOP/s and four times 256 x 256 multiplications and
+  additions a bundle. Others: published matrix throughput over 2 x (matrix unit)² x multiplications of all units a bundle (v5e,
+  128 x 128 and 4 units; v5p two such cores; v6e as TPU7x).
+- HBM bandwidth, matrix throughput and VMEM are Google's published figures, which JAX repeats
+  (`jax/_src/pallas/mosaic/tpu_info.py`, but for v5p's 2.765 TB/s: 2.46 there); so are ICI's links (90 GB/s each way; v5e 45).
+  `hbm_bytes` is what the compiler says that it may use when a program needs more.
+- `measured_bandwidth` is what Google saw in its kernels of this model on TPU7x (3.21 of 3.69 TB/s), and the same 87 % for
+  others, where it is an assumption.
+- `HOP`, `START` and `HBM_LATENCY` are assumed: nothing is published. With them the model of the collectives gives 564 µs and
+  284 µs for an all-gather of 8,192 rows of 4,096 on 2x2x1 in BF16 and FP8; 559 and 283 were published (the number of rows is
+  our inference).
 """
 
 from __future__ import annotations

@@ -30,14 +30,17 @@ if TYPE_CHECKING:
 IRONWOOD_HOST = "tpu7x:2x2x1"
 """One machine of TPU7x: four chips, eight cores. Devices come chip by chip, two cores each."""
 
-# libtpu reads these once, when it is loaded: they keep it from asking the cloud what machine this is, and from insisting
-# on being the only process that has it open.
+# libtpu reads these once, when it is loaded: they keep it from asking the cloud what machine this is, from insisting on being
+# the only process that has it open, and from leaving logs behind.
 _SETTINGS = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "tpu7x-8",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_LOG_DIR": "disabled",
+    "TPU_MIN_LOG_LEVEL": "3",
 }
+_ONE_CHIP = {"chips_per_host_bounds": (1, 1, 1)}
 
 
 class TpuCompilerMissing(RuntimeError):
@@ -46,7 +49,8 @@ class TpuCompilerMissing(RuntimeError):
 
 @functools.cache
 def topology(name: str = IRONWOOD_HOST) -> topologies.TopologyDescription:
-    """Devices to compile for, e.g. 'tpu7x:2x2x1' (chips along each axis, in multiples of 2x2x1), 'v6e:2x4'.
+    """Devices to compile for, e.g. 'tpu7x:2x2x1' (chips along each axis, in multiples of a host's 2x2x1, or a part of one),
+    'v6e:2x4'.
 
     Raises:
         TpuCompilerMissing: libtpu is not installed.
@@ -56,9 +60,14 @@ def topology(name: str = IRONWOOD_HOST) -> topologies.TopologyDescription:
         raise TpuCompilerMissing("compiling for a TPU needs libtpu: pip install 'torchqwen-tpu[tpu]'")
     with _environment(_SETTINGS):
         try:
-            return topologies.get_topology_desc(platform="tpu", topology_name=name)
+            return topologies.get_topology_desc(platform="tpu", topology_name=name, **(_ONE_CHIP if _in_a_host(name) else {}))
         except jax.errors.JaxRuntimeError as error:
             raise ValueError(f"the TPU compiler has no topology '{name}': {error}") from error
+
+
+def _in_a_host(name: str) -> bool:
+    """Whether a topology is a part of a host of 2x2x1 chips, or all of it."""
+    return all(length in ("1", "2") for length in name.partition(":")[2].split("x"))
 
 
 def device_mesh(mesh: AbstractMesh, topology_name: str = IRONWOOD_HOST) -> Mesh:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from custom_ops.cost_model import CHIPS, TPU7X, V5E, Links, collective_time
-from torchqwen_tpu.planning.published import collective_rows
+from custom_ops.tpu_compiler import topology
+from torchqwen_tpu.planning.calibration import collectives
 
 HOST = Links(8, 4, (2, 2))
 
 
 def test_published_collectives_are_met_within_two_per_cent():
-    assert collective_rows() and all(abs(error) < 0.02 for *_, error in collective_rows())
+    assert len(list(collectives())) == 2 and all(abs(row.error) < 0.02 for row in collectives())
 
 
 def test_one_device_needs_no_links():
@@ -38,3 +41,16 @@ def test_longer_dimensions_have_two_links():
 def test_matrix_units_without_fp8_multiply_as_in_bf16():
     assert V5E.matrix_rate("float8_e4m3fn") == V5E.matrix_rate("bfloat16")
     assert all(chip.measured_bandwidth < chip.hbm_bandwidth for chip in CHIPS.values())
+
+
+@pytest.mark.parametrize("name", ["tpu7x:1x1x1", "v6e:1x1", "v5e:1x1"])
+def test_constants_of_a_core_are_those_that_jax_has(name):
+    pytest.importorskip("libtpu")
+    (device, *_) = topology(name).devices
+    with jax.default_device(device):
+        known = pltpu.get_tpu_info()
+    chip = CHIPS[device.device_kind]
+    assert chip.vmem_bytes == known.vmem_capacity_bytes
+    assert chip.hbm_bytes < known.hbm_capacity_bytes < 1.1 * chip.hbm_bytes
+    assert chip.hbm_bandwidth == pytest.approx(known.mem_bw_bytes_per_second, rel=0.01)
+    assert chip.matrix["bfloat16"] == pytest.approx(known.bf16_ops_per_second, rel=0.01)

@@ -141,5 +141,5 @@ def test_no_entry():
 def test_devices_of_a_collective(module, groups, devices, dimensions):
     instruction = module.entry.by_name["one"]
     gather = type(instruction)("g", "all-gather", "f32[8]", (), f", {groups}, metadata={{}}", "")
-    links = links_of(gather, TPU7X, (2, 2, 1))
+    links = links_of(gather, TPU7X, [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0)])
     assert (links.devices, links.dimensions) == (devices, dimensions)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
+import os
 import re
+import signal
 import subprocess
-import tempfile
+import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -19,6 +24,8 @@ from torchqwen_tpu.planning.report import format_plan
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 LAYERS, HIDDEN, EXPERTS, WIDTH, VOCABULARY, DEVICES = 4, 4096, 64, 1024, 32768, 8
+
+LOAD = {"concurrency": 64, "input_len": 1024, "output_len": 64, "prefill_chunk": 128, "state_dtype": "bfloat16"}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +42,7 @@ def cut(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def planned(cut):
-    return torchqwen_tpu.plan(str(cut), concurrency=64, input_len=1024, output_len=64, prefill_chunk=128)
+    return torchqwen_tpu.plan(str(cut), **LOAD)
 
 
 @pytest.mark.slow
@@ -90,6 +97,20 @@ def test_kernels_and_collectives_of_every_layer_are_there(planned):
     assert exchanges(step) == {"all-gather": LAYERS, "kernel reduce_scatter": LAYERS}
 
 
+@pytest.mark.slow
+def test_what_splitting_every_layer_over_all_cores_costs(cut, planned):
+    split = torchqwen_tpu.plan(str(cut), layout="tp8", **LOAD).best
+    whole = planned.best
+    assert (whole.name, split.name, whole.key_value_copies, split.key_value_copies) == ("dp8", "tp8", 1, 4)
+    assert whole.runs and not split.runs and split.notes
+    # Two key-value heads on eight cores: each keeps one of eight, for all 64 sequences.
+    assert split.memory.states["KV pages"] == 4 * whole.memory.states["KV pages"]
+    assert split.memory.weights["attention"] < 0.3 * whole.memory.weights["attention"]
+    exchanged = split.steps["decode, start"].exchanged
+    # Each layer adds up its heads' part and its experts' part over all cores.
+    assert exchanged.runs >= 2 * LAYERS and exchanged.waiting > 0
+
+
 class _Balanced(HTMLParser):
     def __init__(self):
         super().__init__()
@@ -129,21 +150,31 @@ def test_what_does_not_fit_says_by_how_much_and_what_helps(cut, capsys):
     assert "does not fit" in output and "12" in output and "a concurrency of" in output and "FP8" in output
 
 
-def test_an_interrupted_plan_leaves_nothing_behind(cut, tmp_path, monkeypatch):
-    children = []
+def processes_that_name(folder: Path) -> list[int]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if str(folder) in (process / "cmdline").read_bytes().decode(errors="replace"):
+                found.append(int(process.name))
+    return found
 
-    class Interrupted(subprocess.Popen):
-        def wait(self, timeout=None):
-            if self not in children:
-                children.append(self)
-                raise KeyboardInterrupt
-            return super().wait(timeout)
 
-    monkeypatch.setattr(subprocess, "Popen", Interrupted)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert main(["plan", "--model", str(cut)]) == 130
-    assert children[0].poll() is not None
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_plan_leaves_nothing_behind(cut, tmp_path, number):
+    command = [sys.executable, "-m", "torchqwen_tpu.cli", "plan", "--model", str(cut)]
+    # A shell starts what runs in its background with SIGINT ignored: not so here.
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(
+        command, env=os.environ | {"TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True, preexec_fn=heard
+    )
+    limit = time.monotonic() + 300
+    while not processes_that_name(tmp_path):  # a process that compiles is told its folder
+        assert process.poll() is None and time.monotonic() < limit
+        time.sleep(0.2)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=300)
+    assert process.returncode == 130 and "Traceback" not in error
+    assert not list(tmp_path.iterdir()) and not processes_that_name(tmp_path)
 
 
 @pytest.mark.long

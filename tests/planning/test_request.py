@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from torchqwen_tpu.cli import main
-from torchqwen_tpu.planning import PlanRequest, planner
 from torchqwen_tpu.checkpoint.resolve import read_config
+from torchqwen_tpu.cli import main
+from torchqwen_tpu.parallel.mesh import DeviceMesh
+from torchqwen_tpu.planning import PlanRequest, planner
 from torchqwen_tpu.planning.config import find_config
 from torchqwen_tpu.planning.request import graphs
 
@@ -39,7 +41,7 @@ def test_configurations_of_others(tmp_path, text, message):
 
 def test_both_graphs_share_their_cache():
     request = PlanRequest("m", concurrency=60, input_len=100, output_len=10)
-    both = graphs(request, "dp", 4, 2, ranks=8)
+    both = graphs(request, Path("config.json"), DeviceMesh(4, 2, "dp"))
     assert both["decode"].tokens is None and both["extend"].tokens == 1024
     assert both["decode"].tokens_per_sequence == both["extend"].tokens_per_sequence == 110
 
@@ -75,8 +77,6 @@ def test_a_report_needs_a_folder(capsys, tiny_folder, tmp_path):
 
 
 def test_parameters_of_a_published_size():
-    from pathlib import Path
-
     file = Path(__file__).parents[1] / "data" / "configs" / "Qwen3.5-397B-A17B.json"
     counts = planner.count_parameters(read_config(file))
     assert json.loads(file.read_text())["model_type"] == "qwen3_5_moe"

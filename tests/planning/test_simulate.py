@@ -49,7 +49,7 @@ def play(body: str, schedules=None, trips=lambda loop, path: None, kernel_trips=
     label = lambda module, computation, instruction: instruction.name.rstrip("0123456789")  # noqa: E731
     nothing = lambda *arguments: None  # noqa: E731
     programs = Programs(module, schedules or {}, kernel_trips, nothing)
-    return Player(module, programs, TPU7X, (1, 1, 1), label, trips, nothing).play()
+    return Player(module, programs, TPU7X, [(0, 0, 0)], label, trips, nothing).play()
 
 
 @pytest.mark.parametrize("turns", [1, 2, 60])

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from custom_ops.tpu_compiler import TpuCompilerMissing
 from torchqwen_tpu.commands.arguments import positive
-from torchqwen_tpu.config import LAYOUTS
 from torchqwen_tpu.planning.html import write_report
 from torchqwen_tpu.planning.planner import plan
 from torchqwen_tpu.planning.report import format_plan
@@ -38,7 +37,8 @@ def add(commands) -> None:
         value = default[name.replace("-", "_")]
         parser.add_argument(f"--{name}", type=positive, default=value, metavar="N", help=f"{what} (default: %(default)s)")
     parser.add_argument(
-        "--parallel", default="dp", choices=(*LAYOUTS, "auto"), help="layout; auto compares all (default: %(default)s)"
+        "--parallel", default="dp", metavar="L",
+        help="layout: dp, dp_tp, tp, or with its sizes, dp8, dp4tp2, tp8; auto compares all (default: %(default)s)",
     )
     parser.add_argument("--dtype", default=default["dtype"], choices=DTYPES, help="of the weights (default: %(default)s)")
     parser.add_argument(

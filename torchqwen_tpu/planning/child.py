@@ -2,51 +2,63 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+import resource
 import sys
 from pathlib import Path
 
 import torch_xla.runtime as xr
 
 from custom_ops.cost_model import CHIPS
+from custom_ops.implementations import IMPLEMENTATIONS
 from custom_ops.tpu_compiler import compile_graph, topology
 from torchqwen_tpu.checkpoint.resolve import read_config
 from torchqwen_tpu.planning.request import Graph
-from torchqwen_tpu.planning.trace import Input, trace
+from torchqwen_tpu.planning.trace import trace
 
 
-def main(config_file: str, folder: str) -> None:
+def main(folder: str) -> None:
     """Writes hlo and result.json into `folder`."""
     graph = Graph(**json.loads((Path(folder) / "graph.json").read_text()))
     result = Path(folder) / "result.json"
     try:
-        answer = _compile(Path(config_file), graph, Path(folder) / "hlo")
+        answer = _compile(graph, Path(folder) / "hlo")
     except ValueError as error:
         answer = {"error": str(error)}
-    result.write_text(json.dumps(answer))
+    result.write_text(json.dumps(answer | {"peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}))
 
 
-def _compile(config_file: Path, graph: Graph, hlo: Path) -> dict:
-    if graph.chips * graph.cores > 1:
+def _compile(graph: Graph, hlo: Path) -> dict:
+    if graph.devices > 1:
         xr.use_spmd()
-    traced = trace(read_config(config_file), graph)
-    sizes = dict(zip(traced.mesh.axis_names, traced.mesh.axis_sizes, strict=True))
-    arguments = [_local(entry, sizes) for entry in traced.inputs]
-    given = sum(size for _, size, _ in arguments)
-    capacity = CHIPS[topology(graph.topology).devices[0].device_kind].hbm_bytes
+    try:
+        return _compile_with(graph, hlo, {})
+    except Exception as error:  # the compiler's own exception type is not public
+        if "Mosaic" not in str(error):
+            raise
+        xla = {name: "xla" for name, choices in IMPLEMENTATIONS.items() if {"xla", "pallas_tpu"} <= set(choices)}
+        reason = " ".join(str(error).split())[:200]
+        note = f"planned with RuntimeConfig(implementations={xla}), as a Pallas kernel does not compile for this chip: {reason}"
+        return _compile_with(graph, hlo, xla) | {"note": note}
+
+
+def _compile_with(graph: Graph, hlo: Path, implementations: dict[str, str]) -> dict:
+    traced = trace(read_config(Path(graph.config)), graph, implementations)
+    inputs, arguments = traced.inputs.made, traced.inputs.of_a_device()
+    given = sum(argument.bytes for argument in arguments)
     memory = {"argument": given, "output": 0, "alias": 0, "temp": 0, "generated_code": 0}
-    answer = {"memory": memory, "arguments": arguments, "fits": False}
-    if given > capacity:
-        return answer
+    answer = {"memory": memory, "arguments": [dataclasses.astuple(argument) for argument in arguments], "fits": False}
     try:
         executable = compile_graph(
-            traced.outputs, [entry.tensor for entry in traced.inputs], [entry.spec for entry in traced.inputs], traced.mesh,
+            traced.outputs, [entry.tensor for entry in inputs], [entry.spec for entry in inputs], traced.mesh,
             donated=traced.donated, topology_name=graph.topology,
         )  # fmt: skip
-    except Exception as error:  # the compiler's own exception type is not public
-        if "RESOURCE_EXHAUSTED" not in str(error):
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" not in str(error) or "Mosaic" in str(error):
             raise
+        capacity = CHIPS[topology(graph.topology).devices[0].device_kind].hbm_bytes
         memory["temp"] = max(_needed(str(error), given), capacity + 1) - given
         return answer
     hlo.write_text(executable.hlo_modules()[0].to_string())
@@ -65,17 +77,6 @@ def _needed(refusal: str, given: int) -> int:
 
 def _bytes(number: str, unit: str) -> int:
     return int(float(number) * 1024 ** ("KMG".index(unit) + 1))
-
-
-def _local(entry: Input, sizes: dict[str, int]) -> tuple[str, int, list[int]]:
-    shape = list(entry.tensor.shape)
-    for axis, split in enumerate(entry.spec):
-        for name in () if split is None else (split,) if isinstance(split, str) else split:
-            shape[axis] //= sizes[name]
-    size = entry.tensor.element_size()
-    for length in shape:
-        size *= length
-    return entry.part, size, shape
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
+
 def find_config(model: str) -> Path:
     """The config.json of a model.
 

@@ -24,7 +24,7 @@ def memory_bars(layouts: Sequence[LayoutPlan]) -> str:
     scale, drawn, y = (_WIDTH - 80) / most, [], 8
     for layout in layouts:
         x = 70.0
-        drawn.append(_text(0, y + 17, layout.layout))
+        drawn.append(_text(0, y + 17, layout.name))
         for part, size in _memory(layout).items():
             width = size * scale
             drawn.append(_box(x, y, width, 24, colour[part], f"{part}: {size / GIB:.2f} GiB"))
@@ -109,7 +109,7 @@ def _one_turn(events: Sequence[Event]) -> list[Event]:
 def _legend(colours: dict[str, str], y: float) -> tuple[list[str], float]:
     drawn, x = [], 0.0
     for name, colour in colours.items():
-        width = 26 + 6.6 * len(name)
+        width = 30 + 7.2 * len(name)
         if x + width > _WIDTH:
             x, y = 0.0, y + 20
         drawn += [_box(x, y, 12, 12, colour, name), _text(x + 17, y + 11, name)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,13 +14,15 @@ _GROUPS = re.compile(r"replica_groups=(\{\{[\d,{} ]*\}\}|\[[\d,]+\]<=\[[\d,]+\](
 _PAIRS = re.compile(r"source_target_pairs=\{([\d,{} ]*)\}")
 
 
-def links_of(instruction: Instruction, chip: Chip, torus: tuple[int, ...]) -> Links:
-    """How the devices of a collective's first group are connected; device = core + cores * chip, chips in row-major order."""
+Places = Sequence[tuple[int, ...]]
+"""Where on the torus each chip is, in the order of the devices."""
+
+
+def links_of(instruction: Instruction, chip: Chip, places: Places) -> Links:
+    """How the devices of a collective's first group are connected; device = core + cores * chip."""
     group = _first_group(instruction.attributes)
     chips = sorted({device // chip.cores for device in group})
-    sizes = np.array(torus)
-    coordinates = np.stack(np.unravel_index(chips, torus)) if chips else np.zeros((len(sizes), 1))
-    extent = [len(set(axis)) for axis in coordinates]
+    extent = [len(set(axis)) for axis in zip(*(places[number] for number in chips), strict=True)]
     return Links(len(group), max(len(chips), 1), tuple(size for size in extent if size > 1))
 
 

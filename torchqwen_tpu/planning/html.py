@@ -6,10 +6,9 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from custom_ops.cost_model import GIB
 from torchqwen_tpu.planning.drawings import memory_bars, roofline_plot, timeline
 from torchqwen_tpu.planning.published import comparisons
-from torchqwen_tpu.planning.report import headline
+from torchqwen_tpu.planning.report import beside_each_other, collectives, headline, notes
 from torchqwen_tpu.planning.result import LayoutPlan, Plan, Step
 
 _STYLE = """
@@ -20,12 +19,14 @@ h1{font-size:25px;margin:0 0 2px}h2{font-size:19px;margin:34px 0 8px;border-bott
 h3{font-size:16px;margin:24px 0 6px}p{margin:6px 0}.lead{font-size:17px}.note{color:#5b6776;font-size:13px}
 .bad{color:#a3261d}
 table{border-collapse:collapse;margin:8px 0 4px;font-variant-numeric:tabular-nums;font-size:13.5px}
-th,td{padding:3px 12px 3px 0;text-align:right;white-space:nowrap}th:first-child,td:first-child{text-align:left}
+th,td{padding:3px 12px 3px 0;text-align:right;white-space:pre}th:first-child,td:first-child{text-align:left}
 th{font-weight:600;color:#5b6776;border-bottom:1px solid #b9c3cf}tr+tr td{border-top:1px solid #edf0f4}
 svg{display:block;width:100%;height:auto;margin:8px 0}
 .scroll{overflow-x:auto}
-@media print{body{max-width:none;padding:0;font-size:11px}h2{break-after:avoid}svg,table{break-inside:avoid}
-table{font-size:10px}.scroll{overflow:visible}}
+ul{margin:6px 0;padding-left:22px}
+@page{margin:14mm}
+@media print{body{max-width:none;padding:0;font-size:11px}h2,h3{break-after:avoid}svg,tr,.scroll{break-inside:avoid}
+table{font-size:9.5px}th,td{padding-right:8px}.scroll{overflow:visible}rect{print-color-adjust:exact}}
 """
 
 
@@ -46,10 +47,13 @@ def render(plan: Plan) -> str:
         "<h2>Layouts</h2>",
         _layouts(plan),
     ]
+    if best.remedies:
+        helps = "".join(f"<li>{escape(str(remedy))}</li>" for remedy in best.remedies)
+        body += ["<h2>What would help</h2>", f"<ul>{helps}</ul>"]
     compiled = [layout for layout in plan.layouts if layout.memory]
     if compiled:
         body += ["<h2>Memory of a core</h2>", memory_bars(compiled)]
-        body += [_layout(best)] if best.steps else []
+        body += [_layout(best, plan.layers)] if best.steps else []
     if rows := comparisons(plan):
         body += ["<h2>Beside published timings</h2>", _table(
             ("", "published", "modelled here", "difference"),
@@ -63,24 +67,12 @@ def render(plan: Plan) -> str:
 
 
 def _layouts(plan: Plan) -> str:
-    header = ("layout", "used GiB", "left GiB", "largest concurrency", "prefill ms", "mixed ms", "decode ms", "tokens/s/chip")
-    rows = []
-    for layout in plan.layouts:
-        memory, steps = layout.memory, layout.steps
-        if not steps:
-            used = (layout.error, "") if memory is None else (f"{memory.used / GIB:.1f}", f"{memory.left / GIB:.1f}")
-            rows.append((layout.layout, *used, *[""] * 5))
-            continue
-        mixed = f"{1e3 * steps['mixed'].seconds:.1f}" if "mixed" in steps else "–"
-        rows.append((
-            layout.layout + (" (chosen)" if layout is plan.best and len(plan.layouts) > 1 else ""), f"{memory.used / GIB:.1f}",
-            f"{memory.left / GIB:.1f}", f"{memory.largest_concurrency:,}", f"{1e3 * steps['prefill'].seconds:.1f}", mixed,
-            f"{1e3 * layout.time_per_output_token:.2f}", f"{layout.tokens_per_second_chip['mixed']:,.0f}",
-        ))  # fmt: skip
-    return _table(header, rows)
+    header, *rows = beside_each_other(plan)
+    told = [note for layout in plan.layouts for note in notes(layout)]
+    return _table(header, rows) + "".join(f'<p class="note">{escape(note)}</p>' for note in told)
 
 
-def _layout(layout: LayoutPlan) -> str:
+def _layout(layout: LayoutPlan, layers: int) -> str:
     memory = layout.memory
     parts = [
         f"<p>Largest concurrency at this length: {memory.largest_concurrency:,}. Largest context at this concurrency: "
@@ -91,11 +83,11 @@ def _layout(layout: LayoutPlan) -> str:
         roofline_plot(list(layout.steps.values())),
     ]
     for step in layout.steps.values():
-        parts.append(_step(step))
+        parts.append(_step(step, layers))
     return "".join(parts)
 
 
-def _step(step: Step) -> str:
+def _step(step: Step, layers: int) -> str:
     bound = step.roofline
     drawn = timeline(step)
     costs = [
@@ -104,13 +96,6 @@ def _step(step: Step) -> str:
             f"{cost.seconds / step.seconds:.1%}", f"{cost.cycles:,.0f}", f"{cost.bytes / 1e6:,.1f}", cost.bound,
         )
         for name, cost in step.costs.items() if cost.seconds > 0
-    ]  # fmt: skip
-    collectives = [
-        (
-            f"{entry.kind}, {entry.operation}", f"{entry.size / 1e6:,.3f}", f"{entry.devices}", f"{entry.runs:,.0f}",
-            f"{1e6 * entry.seconds:.1f}", "on SparseCore" if entry.sparse_core else "yes" if entry.asynchronous else "no",
-        )
-        for entry in step.collectives
     ]  # fmt: skip
     parts = [
         f"<h2>{escape(step.kind.capitalize())}: {1e3 * step.seconds:.2f} ms modelled</h2>",
@@ -122,9 +107,9 @@ def _step(step: Step) -> str:
     parts += ["<h3>Kernels and fusions</h3>", _table(("class", "runs", "ms", "share", "bundles", "HBM MB", "bound"), costs)]
     if any(cost.estimated for cost in step.costs.values()):
         parts.append('<p class="note">* XLA’s own estimate of cycles where a program’s schedule was not in the dump.</p>')
-    if collectives:
-        header = ("collective", "MB", "devices", "times", "µs each", "asynchronous")
-        parts += ["<h3>Collectives</h3>", _table(header, collectives)]
+    if step.collectives:
+        header, *rows = collectives(step, layers)
+        parts += ["<h3>Collectives</h3>", _table(header, rows)]
     return "".join(parts)
 
 

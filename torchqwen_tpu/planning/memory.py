@@ -6,8 +6,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from custom_ops.cost_model import GIB, Chip
+from custom_ops.cost_model import Chip
+from torchqwen_tpu.batch import bucket
+from torchqwen_tpu.planning.arguments import STATES, Argument
 from torchqwen_tpu.planning.compile import CompiledStep
+from torchqwen_tpu.planning.request import PlanRequest
 
 _PARTS = (
     ("routed experts", ".mlp.experts."),
@@ -20,7 +23,9 @@ _PARTS = (
     ("head", "lm_head"),
     ("norms", "norm"),
 )
-STATES = ("KV pages", "recurrent states", "convolution windows")
+PAGES = "KV pages"
+LEAST_SLOTS = 2
+"""Of a rank: caches have no fewer (see `CacheLayout.shape`)."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +36,10 @@ class Memory:
         capacity: of its HBM.
         weights: by part; states: by kind, as allocated.
         padding: what tiles add to the arguments, and the metadata of a step.
-        temporaries: of the step that needs most; code: of all steps' programs.
-        rows: sequences of a core that the states have room for; tokens: of each.
-        per_sequence: bytes that a sequence's states take; of these `per_token` grow with its tokens.
+        temporaries: of the step that needs most; code: of all steps' programs. Both are 0 where nothing was compiled.
+        ranks: data-parallel; sequences: of each; tokens: of each sequence.
+        slot: what a sequence's recurrent states and windows take; page: what `page_size` of its tokens take.
+        limit: the most tokens of a sequence that the model takes.
     """
 
     capacity: int
@@ -43,14 +49,21 @@ class Memory:
     temporaries: int
     code: int
     ranks: int
-    rows: int
+    sequences: int
     tokens: int
-    per_sequence: int
-    per_token: float
+    slot: int
+    page: int
+    page_size: int
+    limit: int
+
+    @property
+    def fixed(self) -> int:
+        """What does not depend on the sequences; temporaries are taken as they are."""
+        return sum(self.weights.values()) + self.padding + self.temporaries + self.code
 
     @property
     def used(self) -> int:
-        return sum(self.weights.values()) + sum(self.states.values()) + self.padding + self.temporaries + self.code
+        return self.fixed + sum(self.states.values())
 
     @property
     def left(self) -> int:
@@ -62,70 +75,72 @@ class Memory:
 
     @property
     def largest_concurrency(self) -> int:
-        """Sequences on all devices with as many tokens as planned; temporaries taken as they are."""
-        room = self.left + sum(self.states.values())
-        return max(room // self.per_sequence, 0) * self.ranks
+        """Sequences on all devices with as many tokens as planned."""
+        room, each = self.capacity - self.fixed, self._pages * self.page
+        if not self.slot:
+            return max(room // each, 0) * self.ranks
+        best, slots = 0, LEAST_SLOTS
+        while slots * self.slot + each <= room:
+            best = max(best, min(slots, (room - slots * self.slot) // each if each else slots))
+            slots *= 2
+        return best * self.ranks
 
     @property
     def largest_context(self) -> int:
-        """Tokens of each sequence at the planned concurrency; temporaries taken as they are."""
-        if not self.per_token:
-            return self.tokens
-        return max(self.tokens + int(self.left / (self.rows * self.per_token)), 0)
+        """Tokens of each sequence at the planned concurrency, up to the model's limit."""
+        room = self.capacity - self.fixed - slots_of(self.sequences) * self.slot
+        if room < 0 or not self.page:
+            return 0 if room < 0 else self.limit
+        return min(room // (self.sequences * self.page) * self.page_size, self.limit)
 
-    def advice(self, dtype: str, layouts: Sequence[str]) -> str:
-        """What would make it fit, in a sentence."""
-        short = -self.left
-        ideas = []
-        if self.temporaries > short:
-            ideas.append(f"its temporaries ({_gib(self.temporaries)}; a smaller prefill chunk needs fewer)")
-        if dtype == "bf16":
-            ideas.append("FP8 weights (half of the weights' bytes)")
-        if self.largest_concurrency >= self.ranks:
-            ideas.append(f"a concurrency of {self.largest_concurrency}")
-        ideas.append("more chips")
-        if len(layouts) > 1:
-            ideas.append("a layout that splits heads (dp_tp, tp)")
-        uncounted = "" if self.temporaries else ", temporaries not counted"
-        need = f"{_gib(self.used)} a core are needed{uncounted}, {_gib(short)} more than there are"
-        return f"{need}; what would help: {'; '.join(ideas)}"
+    @property
+    def _pages(self) -> int:
+        """Of a sequence."""
+        return -(-self.tokens // self.page_size)
 
 
-def memory_of(steps: Sequence[CompiledStep], chip: Chip, ranks: int, tokens: int) -> Memory:
-    """The memory that a layout's steps take together: weights and states once, the largest temporaries."""
+def slots_of(sequences: int) -> int:
+    """Sequences of a rank that its states have room for: shapes are rounded up."""
+    return bucket(sequences, LEAST_SLOTS)
+
+
+def memory_of(
+    sizes: tuple[Sequence[Argument], Sequence[Argument]], steps: Sequence[CompiledStep], request: PlanRequest, chip: Chip,
+    ranks: int, limit: int,
+) -> Memory:  # fmt: skip
+    """The memory that a layout's steps take together: weights and states once, the largest temporaries.
+
+    Args:
+        sizes: weights, and states of one sequence with one page (see `sizes_of`).
+        steps: that were compiled; without any, what is known without compiling.
+    """
     weights: dict[str, int] = defaultdict(int)
-    states: dict[str, int] = defaultdict(int)
-    shapes = {}
-    one = min(steps, key=lambda step: step.memory["argument"])  # their arguments are the same but for the metadata
-    for argument in one.arguments:
-        if argument.part in STATES:
-            states[argument.part] += argument.bytes
-            shapes[argument.part] = argument.shape
-        elif argument.part != "header":
-            weights[part_of(argument.part)] += argument.bytes
-    rows = -(-one.graph.sequences // ranks)
-    allocated = one.slots
-    pages = states.get("KV pages", 0)
-    page_tokens = tokens if not pages else shapes["KV pages"][1] // allocated * shapes["KV pages"][2]
-    per_token = pages / allocated / page_tokens if pages else 0.0
+    for argument in sizes[0]:
+        weights[part_of(argument.part)] += argument.bytes
+    of_one = dict.fromkeys(STATES.values(), 0) | {argument.part: argument.bytes for argument in sizes[1]}
+    page = of_one.pop(PAGES)
+    sequences = -(-request.concurrency // ranks)
+    states = {kind: size * slots_of(sequences) for kind, size in of_one.items() if size}
+    if page:
+        states[PAGES] = page * sequences * -(-request.total_len // request.page_size)
+    given = sum(weights.values()) + sum(states.values())
     return Memory(
         capacity=chip.hbm_bytes,
         weights=dict(sorted(weights.items(), key=lambda item: -item[1])),
-        states=dict(states),
-        padding=one.memory["argument"] - sum(weights.values()) - sum(states.values()),
-        temporaries=max(step.memory["temp"] + step.memory["output"] - step.memory["alias"] for step in steps),
+        states=states,
+        # Arguments of all steps are the same but for the metadata.
+        padding=max(min((step.memory["argument"] for step in steps), default=given) - given, 0),
+        temporaries=max((step.memory["temp"] + step.memory["output"] - step.memory["alias"] for step in steps), default=0),
         code=sum(step.memory["generated_code"] for step in steps),
         ranks=ranks,
-        rows=rows,
-        tokens=page_tokens,
-        per_sequence=max(sum(states.values()) // allocated, 1),
-        per_token=per_token,
+        sequences=sequences,
+        tokens=request.total_len,
+        slot=sum(of_one.values()),
+        page=page,
+        page_size=request.page_size,
+        limit=limit,
     )
 
 
 def part_of(name: str) -> str:
     return next((part for part, mark in _PARTS if mark in name), "other")
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.1f} GiB"

@@ -2,39 +2,37 @@
 
 from __future__ import annotations
 
-import re
+import dataclasses
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
 
-from custom_ops.cost_model import CHIPS, Chip
-from custom_ops.tpu_compiler import topology
 from torchqwen_tpu.auto import _CLASSES
-from torchqwen_tpu.config import LAYOUTS
-from torchqwen_tpu.models.causal_lm import check_divisible
-from torchqwen_tpu.parallel.mesh import DeviceMesh
-from torchqwen_tpu.planning.classes import Classes
-from torchqwen_tpu.planning.compile import CompiledStep, compile_step
 from torchqwen_tpu.checkpoint.resolve import read_config
+from torchqwen_tpu.inputs import limit_of
+from torchqwen_tpu.parallel.mesh import DeviceMesh
+from torchqwen_tpu.planning.arguments import sizes_of
+from torchqwen_tpu.planning.classes import Classes
+from torchqwen_tpu.planning.compile import CompiledStep, compile_steps
 from torchqwen_tpu.planning.config import find_config
 from torchqwen_tpu.planning.hlo import Module, parse
 from torchqwen_tpu.planning.kernels import Kernels
+from torchqwen_tpu.planning.layouts import AUTO, key_value_copies, meshes, sized_name, with_copies
 from torchqwen_tpu.planning.load import Expectations, Load
 from torchqwen_tpu.planning.memory import memory_of, part_of
 from torchqwen_tpu.planning.outcome import Collective, Cost
 from torchqwen_tpu.planning.programs import Programs
+from torchqwen_tpu.planning.remedies import remedies
 from torchqwen_tpu.planning.request import PlanRequest, graphs
 from torchqwen_tpu.planning.result import LayoutPlan, Plan, Step
 from torchqwen_tpu.planning.roofline import Roofline, roofline
 from torchqwen_tpu.planning.simulate import Player
+from torchqwen_tpu.planning.topologies import Topology, find_topology
 
 _MATRIX = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 """Dtype of most products by that of the weights."""
-_EXAMPLES = ("2x2x1", "2x4", "2x4", "2x2x1")
-"""Sizes that the compiler takes, for each of CHIPS."""
 Progress = Callable[[str], None]
 
 
@@ -48,27 +46,33 @@ def plan(request: PlanRequest, progress: Progress = lambda what: None) -> Plan:
         FileNotFoundError, ValueError: no such model or topology, another family, a layout that does not divide.
         TpuCompilerMissing: libtpu is not installed.
     """
-    devices = _devices(request.topology)
-    chip = _chip(devices[0].device_kind)
-    chips = len(devices) // chip.cores
+    where = find_topology(request.topology)
     file = find_config(request.model)
     config = read_config(file)
-    text = config.get_text_config()
-    layouts = [name for name in LAYOUTS if request.layout in (name, "auto")]
-    plans = []
-    for name in layouts:
-        mesh = DeviceMesh(chips, chip.cores, name)
+    drafts = {}
+    for mesh in meshes(request.layout, where.chips, where.chip.cores):
         try:
-            check_divisible(text, mesh)
+            drafts[mesh] = _draft(request, config, where, mesh)
         except ValueError as error:
-            if request.layout != "auto":
+            if request.layout != AUTO:
                 raise
-            plans.append(LayoutPlan(name, mesh.ranks, error=str(error)))
-            continue
-        if name != "dp" and len(devices) == 1:
-            continue
-        plans.append(_plan_layout(request, file, config, chip, mesh, progress))
-    return Plan(request, chips, chip.cores, count_parameters(config), tuple(plans))
+            drafts[mesh] = LayoutPlan(mesh.layout, sized_name(mesh), mesh.ranks, error=str(error))
+    wanted = {
+        (mesh, kind): graph
+        for mesh, draft in drafts.items() if draft.memory and draft.memory.fits
+        for kind, graph in graphs(request, file, mesh, draft.key_value_copies).items()
+    }  # fmt: skip
+    compiled = compile_steps(
+        wanted, lambda key, what: progress(f"{sized_name(key[0])}, {key[1]} step for {request.topology}: {what}")
+    )
+    parameters, layouts = count_parameters(config), []
+    for mesh, draft in drafts.items():
+        steps = {kind: step for (of, kind), step in compiled.items() if of == mesh}
+        if steps:
+            progress(f"{sized_name(mesh)}: modelling")
+            draft = _plan_layout(request, config, where, mesh, draft, steps, parameters)
+        layouts.append(draft)
+    return Plan(request, where.chips, where.chip.cores, len(config.get_text_config().layer_types), parameters, tuple(layouts))
 
 
 def count_parameters(config: PretrainedConfig) -> dict[str, int]:
@@ -81,46 +85,39 @@ def count_parameters(config: PretrainedConfig) -> dict[str, int]:
     return dict(counts)
 
 
-def _devices(name: str) -> list:
-    try:
-        return topology(name).devices
-    except ValueError as error:
-        known = ", ".join(f"{chip.name}:{example}" for chip, example in zip(CHIPS.values(), _EXAMPLES, strict=True))
-        raise ValueError(f"{error}; a topology is a chip and how many lie along each axis, such as {known}") from error
+def _draft(
+    request: PlanRequest, config: PretrainedConfig, where: Topology, mesh: DeviceMesh, steps: tuple[CompiledStep, ...] = ()
+) -> LayoutPlan:
+    """What is known of a layout's memory, by `steps` where they were compiled; with what would help where it does not fit."""
+    copies = key_value_copies(config, mesh)
+    own = with_copies(config, copies)
+    sizes = sizes_of(own, mesh, request.dtype == "fp8", request.state_dtype, request.page_size)
+    memory = memory_of(sizes, steps, request, where.chip, mesh.ranks, limit_of(config.get_text_config()))
+    help_with = () if memory.fits else remedies(request, config, where.chip, mesh, memory)
+    notes = [f"planned with every key-value head on {copies} cores, which this library does not load"] if copies > 1 else []
+    notes += [step.note for step in steps if step.note][:1]
+    return LayoutPlan(mesh.layout, sized_name(mesh), mesh.ranks, copies, memory, remedies=help_with, notes=tuple(notes))
 
 
-def _chip(device_kind: str) -> Chip:
-    if device_kind not in CHIPS:
-        raise ValueError(f"the cost model does not know {device_kind}; it knows {', '.join(CHIPS)}")
-    return CHIPS[device_kind]
-
-
-def _torus(name: str) -> tuple[int, ...]:
-    """Chips along each axis, of a topology's name."""
-    return tuple(int(size) for size in re.findall(r"\d+", name.partition(":")[2]))
-
-
-def _plan_layout(request, file: Path, config, chip: Chip, mesh: DeviceMesh, progress: Progress) -> LayoutPlan:
-    compiled: dict[str, CompiledStep] = {}
-    for name, graph in graphs(request, mesh.layout, mesh.chips, mesh.cores, mesh.ranks).items():
-        progress(f"layout {mesh.layout}: compiling the {name} step for {request.topology}")
-        compiled[name] = compile_step(file, graph)
-        if not compiled[name].fits:
-            return LayoutPlan(mesh.layout, mesh.ranks, memory_of([compiled[name]], chip, mesh.ranks, request.total_len))
-    text = config.get_text_config()
-    memory = memory_of(list(compiled.values()), chip, mesh.ranks, request.total_len)
-    parameters = count_parameters(config)
+def _plan_layout(
+    request: PlanRequest, config: PretrainedConfig, where: Topology, mesh: DeviceMesh, draft: LayoutPlan,
+    compiled: dict[str, CompiledStep], parameters: dict[str, int],
+) -> LayoutPlan:  # fmt: skip
+    layout = _draft(request, config, where, mesh, tuple(compiled.values()))
+    if not all(step.fits for step in compiled.values()):
+        return layout
+    text = with_copies(config, draft.key_value_copies).get_text_config()
     steps = {}
     modules = {name: parse(step.hlo) for name, step in compiled.items()}
     for kind, (graph, load) in _loads(request, mesh, compiled).items():
-        progress(f"layout {mesh.layout}: modelling {kind}")
         expected, kernels = _expectations(request, text, compiled[graph], load, mesh)
-        bound = roofline(expected, memory, parameters, chip, _MATRIX[request.dtype], mesh.devices)
-        steps[kind] = _step(kind, request, compiled[graph], modules[graph], chip, expected, kernels, bound)
+        bound = roofline(expected, layout.memory, parameters, where.chip, _MATRIX[request.dtype], mesh.devices)
+        steps[kind] = _step(kind, compiled[graph], modules[graph], where, expected, kernels, bound)
     throughput, first, burst, output = _request_times(request, mesh, steps)
-    return LayoutPlan(
-        mesh.layout, mesh.ranks, memory, steps, first, burst, output, throughput,
-        compile_seconds=sum(step.seconds for step in compiled.values()),
+    return dataclasses.replace(
+        layout, steps=steps, time_to_first_token=first, time_to_first_token_burst=burst, time_per_output_token=output,
+        tokens_per_second_chip=throughput, compile_seconds=sum(step.seconds for step in compiled.values()),
+        compile_memory=max(step.peak for step in compiled.values()),
     )  # fmt: skip
 
 
@@ -151,12 +148,11 @@ def _expectations(request: PlanRequest, text, step: CompiledStep, load: Load, me
 
 
 def _step(
-    kind: str, request: PlanRequest, step: CompiledStep, module: Module, chip: Chip, expected: Expectations, kernels: Kernels,
-    bound: Roofline,
-) -> Step:  # fmt: skip
+    kind: str, step: CompiledStep, module: Module, where: Topology, expected: Expectations, kernels: Kernels, bound: Roofline
+) -> Step:
     programs = Programs(module, step.schedules, kernels.turns, kernels.bytes)
     classes = Classes(step.arguments)
-    player = Player(module, programs, chip, _torus(request.topology), classes, expected.turns, kernels.seconds)
+    player = Player(module, programs, where.chip, where.places, classes, expected.turns, kernels.seconds)
     result = player.play()
     runs = step.graph.decode_steps if step.graph.tokens is None else 1
     return Step(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from custom_ops.cost_model import GIB
+from torchqwen_tpu.planning.memory import PAGES
 from torchqwen_tpu.planning.published import comparisons
 from torchqwen_tpu.planning.result import LayoutPlan, Plan, Step
+from torchqwen_tpu.planning.table import aligned
 
 LISTED = 14
 """Classes of instructions that a table lists; the others are one line."""
@@ -14,7 +16,9 @@ LISTED = 14
 
 def format_plan(plan: Plan) -> str:
     """All layouts side by side, then the best one in detail."""
-    return "\n".join([*_summary(plan), *(_layout(plan, plan.best) if plan.best.memory else []), *_comparison(plan)])
+    best = plan.best
+    details = _layout(best, plan.layers) if best.memory else ()
+    return "\n".join([*_summary(plan), *_remedies(best), *details, *_published(plan)])
 
 
 def headline(plan: Plan) -> str:
@@ -22,17 +26,23 @@ def headline(plan: Plan) -> str:
     best, request = plan.best, plan.request
     what = f"{request.concurrency} × ({request.input_len} + {request.output_len}) tokens on {request.topology}"
     if not best.fits:
-        return f"{what}: does not fit. {why_not(plan, best)}"
+        return f"{what}: does not fit. {why_not(best)}"
     return (
-        f"{what}: fits with layout {best.layout}, {best.memory.left / GIB:.1f} GiB a core left; modelled "
+        f"{what}: fits with layout {best.name}, {best.memory.left / GIB:.1f} GiB a core left; modelled "
         f"{best.tokens_per_second_chip['mixed']:,.0f} tokens/s/chip, {1e3 * best.time_per_output_token:.2f} ms a decode step."
     )
 
 
-def why_not(plan: Plan, layout: LayoutPlan) -> str:
+def why_not(layout: LayoutPlan) -> str:
+    """By how much a layout does not fit."""
     if layout.memory is None:
         return layout.error
-    return layout.memory.advice(plan.request.dtype, [entry.layout for entry in plan.layouts])
+    memory = layout.memory
+    uncounted = "" if memory.temporaries else " (temporaries not counted)"
+    return (
+        f"Layout {layout.name} needs {memory.used / GIB:.1f} GiB a core{uncounted}, {-memory.left / GIB:.1f} GiB more than the "
+        f"{memory.capacity / GIB:.1f} GiB there are."
+    )
 
 
 def _summary(plan: Plan) -> Iterator[str]:
@@ -40,38 +50,85 @@ def _summary(plan: Plan) -> Iterator[str]:
     billions = sum(plan.parameters.values()) / 1e9
     yield f"{billions:.1f} B parameters, {plan.chips} chips × {plan.cores} cores. All times are modelled."
     yield ""
-    rows = [("layout", "used", "left", "largest", "prefill", "mixed", "decode", "tokens/s/chip", "first token", "compiled")]
-    rows.append(("", "GiB", "GiB", "concurrency", "ms", "ms", "ms", "", "s", "s"))
+    yield from aligned(beside_each_other(plan))
     for layout in plan.layouts:
-        memory, steps = layout.memory, layout.steps
-        if not steps:
-            used = ("–", "–") if memory is None else (f"{memory.used / GIB:.1f}", f"{memory.left / GIB:.1f}")
-            rows.append((layout.layout, *used, "–", "–", "–", "–", "–", "–", "–"))
-            continue
+        yield from notes(layout)
+
+
+def beside_each_other(plan: Plan) -> list[tuple[str, ...]]:
+    """The layouts as columns of a table: memory, times, and what each exchanges and keeps more than once."""
+    layouts = [layout for layout in plan.layouts if layout.memory]
+    memories = [layout.memory for layout in layouts]
+    timed = [layout if layout.steps else None for layout in layouts]
+    best = " (best)" if len(layouts) > 1 else ""
+    rows = [
+        _row("layout", layouts, lambda layout: layout.name + (best if layout is plan.best else "")),
+        _row("used, GiB a core", memories, lambda memory: f"{memory.used / GIB:.1f}"),
+        _row("  weights", memories, lambda memory: f"{sum(memory.weights.values()) / GIB:.1f}"),
+        _row("  KV pages", memories, lambda memory: f"{memory.states.get(PAGES, 0) / GIB:.2f}"),
+        _row("  times that a key-value head is kept", layouts, lambda layout: f"{layout.key_value_copies}"),
+        _row("left, GiB a core", memories, lambda memory: f"{memory.left / GIB:.1f}"),
+        _row("largest concurrency", memories, lambda memory: f"{memory.largest_concurrency:,}"),
+        _row("largest context", memories, lambda memory: f"{memory.largest_context:,}"),
+    ]
+    for kind, name in (("prefill", "prefill step"), ("mixed", "mixed step"), ("decode, start", "first decode step")):
+        steps = [layout.steps.get(kind) for layout in layouts]
+        if any(steps):
+            rows += [
+                _row(f"{name}, ms", steps, lambda step: f"{1e3 * step.seconds:.2f}"),
+                _row("  tokens", steps, lambda step: f"{step.tokens:,}"),
+                _row("  collectives", steps, lambda step: f"{step.exchanged.runs:,.0f}"),
+                _row("  their arrays, MB", steps, lambda step: f"{step.exchanged.bytes / 1e6:,.1f}"),
+                _row("  waited for them, ms", steps, lambda step: f"{1e3 * step.exchanged.waiting:.2f}"),
+            ]
+    return rows + [
+        _row("mean decode step, ms", timed, lambda layout: f"{1e3 * layout.time_per_output_token:.2f}"),
+        _row("first token of a prompt that joins, s", timed, lambda layout: f"{layout.time_to_first_token:.2f}"),
+        _row("tokens/s/chip", timed, lambda layout: f"{layout.tokens_per_second_chip['mixed']:,.0f}"),
+        _row("compiled in, s", timed, lambda layout: f"{layout.compile_seconds:.0f}"),
+    ]
+
+
+def notes(layout: LayoutPlan) -> list[str]:
+    """What is to be known of a layout besides its figures."""
+    return [f"{layout.name}: {note}" for note in (layout.error, *layout.notes) if note]
+
+
+def _row(name: str, columns: Sequence, text: Callable[..., str]) -> tuple[str, ...]:
+    return (name, *("–" if column is None else text(column) for column in columns))
+
+
+def collectives(step: Step, layers: int) -> list[tuple[str, ...]]:
+    """A table of what a step exchanges, what takes longest first."""
+    rows = [("collective", "MB", "devices", "a layer", "in all", "MB in all", "µs each", "asynchronous")]
+    for entry in sorted(step.collectives, key=lambda entry: -entry.runs * entry.seconds):
+        where = "on SparseCore" if entry.sparse_core else "yes" if entry.asynchronous else "no"
         rows.append((
-            layout.layout, f"{memory.used / GIB:.1f}", f"{memory.left / GIB:.1f}", f"{memory.largest_concurrency:,}",
-            f"{1e3 * steps['prefill'].seconds:.1f}", f"{1e3 * steps['mixed'].seconds:.1f}" if "mixed" in steps else "–",
-            f"{1e3 * layout.time_per_output_token:.2f}", f"{layout.tokens_per_second_chip['mixed']:,.0f}",
-            f"{layout.time_to_first_token:.2f}", f"{layout.compile_seconds:.0f}",
+            f"{entry.kind}, {entry.operation}", f"{entry.size / 1e6:,.3f}", f"{entry.devices}", f"{entry.runs / layers:.2f}",
+            f"{entry.runs:,.0f}", f"{entry.runs * entry.size / 1e6:,.1f}", f"{1e6 * entry.seconds:.1f}", where,
         ))  # fmt: skip
-    yield from _aligned(rows)
-    for layout in plan.layouts:
-        if layout.error:
-            yield f"{layout.layout}: {layout.error}"
+    return rows
 
 
-def _layout(plan: Plan, layout: LayoutPlan) -> Iterator[str]:
+def _remedies(layout: LayoutPlan) -> Iterator[str]:
+    if layout.remedies:
+        yield ""
+        yield "What would help (temporaries taken as they are)"
+        yield from (f"  {remedy}" for remedy in layout.remedies)
+
+
+def _layout(layout: LayoutPlan, layers: int) -> Iterator[str]:
     memory = layout.memory
     yield ""
-    yield f"Memory of a core, layout {layout.layout} (GiB of {memory.capacity / GIB:.0f})"
+    yield f"Memory of a core, layout {layout.name} (GiB of {memory.capacity / GIB:.0f})"
     rows = [(f"  {part}", f"{size / GIB:.2f}") for part, size in memory.weights.items()]
-    room = f"{memory.rows} × {memory.tokens:,} tokens"
+    room = f"{memory.sequences} × {memory.tokens:,} tokens"
     rows += [(f"  {kind}, {room}", f"{size / GIB:.2f}") for kind, size in memory.states.items()]
     rows += [
         ("  padding and metadata", f"{memory.padding / GIB:.2f}"), ("  temporaries", f"{memory.temporaries / GIB:.2f}"),
         ("  programs", f"{memory.code / GIB:.2f}"), ("  left", f"{memory.left / GIB:.2f}"),
     ]  # fmt: skip
-    yield from _aligned(rows)
+    yield from aligned(rows)
     if not layout.steps:
         return
     yield (
@@ -79,10 +136,10 @@ def _layout(plan: Plan, layout: LayoutPlan) -> Iterator[str]:
         f"{memory.largest_context:,} tokens (temporaries taken as they are)"
     )
     for step in layout.steps.values():
-        yield from _step(step)
+        yield from _step(step, layers)
 
 
-def _step(step: Step) -> Iterator[str]:
+def _step(step: Step, layers: int) -> Iterator[str]:
     bound = step.roofline
     yield ""
     yield (
@@ -99,34 +156,21 @@ def _step(step: Step) -> Iterator[str]:
     if rest := listed[LISTED:]:
         seconds = sum(cost.seconds for _, cost in rest)
         rows.append((f"  {len(rest)} more", "", f"{1e3 * seconds:.3f}", f"{seconds / step.seconds:.1%}", "", "", ""))
-    yield from _aligned(rows)
+    yield from aligned(rows)
     if any(cost.estimated for cost in step.costs.values()):
         yield "  * XLA's own estimate of cycles where the compiler's dump has no schedule of a program"
     if step.collectives:
-        rows = [("  collective", "MB", "devices", "times", "µs each", "asynchronous")]
-        for entry in sorted(step.collectives, key=lambda entry: -entry.runs * entry.seconds):
-            where = "on SparseCore" if entry.sparse_core else "yes" if entry.asynchronous else "no"
-            rows.append((
-                f"  {entry.kind}, {entry.operation}", f"{entry.size / 1e6:,.3f}", f"{entry.devices}", f"{entry.runs:,.0f}",
-                f"{1e6 * entry.seconds:.1f}", where,
-            ))  # fmt: skip
-        yield from _aligned(rows)
+        rows = [(f"  {first}", *others) for first, *others in collectives(step, layers)]
+        yield from aligned(rows)
     if step.unknown_loops:
         yield f"  loops whose turns are not known count once: {', '.join(step.unknown_loops)}"
 
 
-def _comparison(plan: Plan) -> Iterator[str]:
+def _published(plan: Plan) -> Iterator[str]:
     rows = comparisons(plan)
     if rows:
         yield ""
         yield "Beside what Google published for this model and machine (FP8)"
-        yield from _aligned([("  ", "published", "modelled here", "difference")] + [
+        yield from aligned([("  ", "published", "modelled here", "difference")] + [
             (f"  {what}", published, ours, f"{error:+.0%}") for what, published, ours, error in rows
         ])  # fmt: skip
-
-
-def _aligned(rows) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for first, *rest in rows:
-        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-        yield "  ".join([first.ljust(widths[0]), *cells]).rstrip()

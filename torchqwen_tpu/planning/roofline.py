@@ -40,13 +40,11 @@ def roofline(
         others += memory.weights.get("embedding", 0)
     active = load.decoding + (load.sequences if load.prefill else 0)
     prefilled = load.sequences * load.prefill_context + load.prefill if load.prefill else 0
-    pages = memory.per_token * (load.decoding * load.context + prefilled)
-    state = memory.states.get("recurrent states", 0) + memory.states.get("convolution windows", 0)
-    state_row = memory.per_sequence - memory.per_token * memory.tokens if state else 0
+    pages = memory.page / memory.page_size * (load.decoding * load.context + prefilled)
     moved = {
         "experts": experts * (expected.experts_hit() if sparse else 1),
         "other weights": float(others),
-        "states": 2 * active * max(state_row, 0),
+        "states": 2.0 * active * memory.slot,
         "KV": float(pages),
     }
     flops = _flops(config, load, parameters) / devices

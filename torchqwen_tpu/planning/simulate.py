@@ -7,11 +7,10 @@ one that stands for all the others.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from custom_ops.cost_model import HBM_LATENCY, Chip, collective_time
-from torchqwen_tpu.planning.groups import links_of
+from torchqwen_tpu.planning.groups import Places, links_of
 from torchqwen_tpu.planning.hlo import Array, Computation, Instruction, Module, trip_count
 from torchqwen_tpu.planning.outcome import Collective, Cost, Event, Result
 from torchqwen_tpu.planning.programs import Programs
@@ -30,7 +29,7 @@ class Player:
 
     Args:
         programs: what single instructions take.
-        torus: chips along each axis.
+        places: of the chips on the torus.
         classify: the class that an instruction is counted under.
     """
 
@@ -39,12 +38,12 @@ class Player:
         module: Module,
         programs: Programs,
         chip: Chip,
-        torus: tuple[int, ...],
+        places: Places,
         classify: Callable[[Module, Computation, Instruction], str],
         trips: Trips,
         kernel_seconds: KernelSeconds,
     ):
-        self.module, self.programs, self.chip, self.torus = module, programs, chip, torus
+        self.module, self.programs, self.chip, self.places = module, programs, chip, places
         self.classify, self.trips, self.kernel_seconds = classify, trips, kernel_seconds
 
     def play(self) -> Result:
@@ -108,7 +107,7 @@ class Player:
             return False
         start, label = self.core, f"kernel {kind}"
         self.core += seconds
-        operation, devices = instruction.operation or "model", math.prod(self.torus) * self.chip.cores
+        operation, devices = instruction.operation or "model", len(self.places) * self.chip.cores
         entry = self.result.collectives.setdefault(
             (kind, largest.bytes, devices, operation, False),
             Collective(label, largest.bytes, devices, False, False, seconds, operation),
@@ -206,7 +205,7 @@ class Player:
 
     def _collective(self, computation, instruction, asynchronous: bool, sparse_core: bool, weight: float, path):
         kind = instruction.opcode.removesuffix("-start")
-        links = links_of(instruction, self.chip, self.torus)
+        links = links_of(instruction, self.chip, self.places)
         results = sum(array.bytes for array in instruction.arrays if array.dims)
         operands = [computation.by_name[name] for name in instruction.operands if name in computation.by_name]
         given = sum(array.bytes for operand in operands for array in operand.arrays)
