@@ -106,7 +106,7 @@ def memory_of(steps: Sequence[CompiledStep], chip: Chip, ranks: int, tokens: int
     rows = -(-one.graph.sequences // ranks)
     allocated = one.slots
     pages = states.get("KV pages", 0)
-    page_tokens = tokens if not pages else shapes["KV pages"][1] // allocated * shapes["KV pages"][2]
+    page_tokens = tokens if not pages else shapes["KV pages"][1] // allocated * shapes["KV pages"][3]
     per_token = pages / allocated / page_tokens if pages else 0.0
     return Memory(
         capacity=chip.hbm_bytes,

@@ -26,7 +26,7 @@ from torchqwen_tpu.planning.load import Expectations, Load
 from torchqwen_tpu.planning.memory import memory_of, part_of
 from torchqwen_tpu.planning.outcome import Collective, Cost
 from torchqwen_tpu.planning.programs import Programs
-from torchqwen_tpu.planning.request import PlanRequest, graphs
+from torchqwen_tpu.planning.request import KV_DTYPES, PlanRequest, graphs
 from torchqwen_tpu.planning.result import LayoutPlan, Plan, Step
 from torchqwen_tpu.planning.roofline import Roofline, roofline
 from torchqwen_tpu.planning.simulate import Player
@@ -145,7 +145,10 @@ def _expectations(request: PlanRequest, text, step: CompiledStep, load: Load, me
     slots = step.slots
     rows = step.graph.tokens or slots
     state_bytes = 2 if request.state_dtype == "bfloat16" else 4
-    kernels = Kernels(text, load, rows, request.dtype == "fp8", mesh.shards("heads"), state_bytes, mesh.chips)
+    kernels = Kernels(
+        text, load, rows, request.dtype == "fp8", mesh.shards("heads"), state_bytes, mesh.chips,
+        request.page_size, KV_DTYPES[request.kv_dtype],
+    )  # fmt: skip
     passes = kernels.experts.passes if kernels.experts and kernels.experts.pallas else None
     return Expectations(text, load, rows, slots, request.page_size, passes), kernels
 

@@ -8,6 +8,8 @@ from torchqwen_tpu.batch import bucket
 from torchqwen_tpu.config import LAYOUTS
 
 DTYPES = ("bf16", "fp8")
+KV_DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
+"""What `RuntimeConfig` calls the dtypes of KV pages."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class PlanRequest:
         layout: 'dp', 'dp_tp', 'tp', or 'auto' for all that the model's heads allow.
         dtype: of the weights, 'bf16' or 'fp8' (what the published FP8 checkpoints quantise, the rest and the activations BF16).
         state_dtype: of the recurrent states.
+        kv_dtype: of the KV pages, 'bf16' or 'fp8'.
         page_size: tokens a KV page.
         prefill_chunk: the most tokens a rank takes in one step.
 
@@ -37,6 +40,7 @@ class PlanRequest:
     layout: str = "dp"
     dtype: str = "bf16"
     state_dtype: str = "bfloat16"
+    kv_dtype: str = "bf16"
     page_size: int = 256
     prefill_chunk: int = 4096
 
@@ -48,6 +52,8 @@ class PlanRequest:
             raise ValueError(f"layout must be one of {', '.join(LAYOUTS)} or auto, not {self.layout!r}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if self.kv_dtype not in KV_DTYPES:
+            raise ValueError(f"kv_dtype must be one of {', '.join(KV_DTYPES)}, not {self.kv_dtype!r}")
 
     @property
     def total_len(self) -> int:
@@ -71,6 +77,7 @@ class Graph:
     layout: str
     weights: str
     state_dtype: str
+    kv_dtype: str
     page_size: int
     prefill_chunk: int
     sequences: int
@@ -86,7 +93,8 @@ def graphs(request: PlanRequest, layout: str, chips: int, cores: int, ranks: int
     tokens = bucket(min(request.prefill_chunk, rows * request.input_len), 64)
     common = {
         "topology": request.topology, "chips": chips, "cores": cores, "layout": layout, "weights": request.dtype,
-        "state_dtype": request.state_dtype, "page_size": request.page_size, "prefill_chunk": request.prefill_chunk,
+        "state_dtype": request.state_dtype, "kv_dtype": request.kv_dtype,
+        "page_size": request.page_size, "prefill_chunk": request.prefill_chunk,
         "sequences": request.concurrency, "tokens_per_sequence": request.total_len,
     }  # fmt: skip
     return {"extend": Graph(**common, tokens=tokens), "decode": Graph(**common)}

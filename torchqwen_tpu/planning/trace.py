@@ -19,13 +19,15 @@ from torchqwen_tpu.checkpoint.fp8 import FP8
 from torchqwen_tpu.config import RuntimeConfig
 from torchqwen_tpu.models.causal_lm import CausalLM, check_divisible
 from torchqwen_tpu.models.stacking import layers_of
-from torchqwen_tpu.ops import CONV_STATE, PAGES, RECURRENT_STATE, Operations
+from torchqwen_tpu.ops import CONV_STATE, PAGE_SCALE, PAGES, RECURRENT_STATE, Operations
 from torchqwen_tpu.parallel.mesh import Axes, DeviceMesh
 from torchqwen_tpu.parallel.rules import parameter_axes
-from torchqwen_tpu.planning.request import Graph
+from torchqwen_tpu.planning.request import KV_DTYPES, Graph
 from torchqwen_tpu.runtime.step import DecodeShape, ExtendShape, Steps
 
-STATES = {CONV_STATE: "convolution windows", RECURRENT_STATE: "recurrent states", PAGES: "KV pages"}
+STATES = {
+    CONV_STATE: "convolution windows", RECURRENT_STATE: "recurrent states", PAGES: "KV pages", PAGE_SCALE: "KV pages",
+}  # fmt: skip
 """What states are called, by their logical axes."""
 HEADER = "header"
 
@@ -95,7 +97,7 @@ def trace(config: PretrainedConfig, graph: Graph) -> Traced:
     placeholders = _Placeholders(mesh)
     runtime = RuntimeConfig(
         page_size=graph.page_size, state_dtype=graph.state_dtype, prefill_chunk=graph.prefill_chunk, scan_layers=True,
-        decode_steps=graph.decode_steps,
+        decode_steps=graph.decode_steps, kv_dtype=KV_DTYPES[graph.kv_dtype],
     )  # fmt: skip
     dtype = torch.bfloat16
     with lowering_for("tpu"):
