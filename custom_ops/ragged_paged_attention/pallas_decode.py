@@ -4,7 +4,9 @@ The query heads of a KV head are the rows of its products, keys and values the w
 pages. A sequence's last page arrives like the others; the new token's rows are put into it there, and the tile of memory around
 them goes back to HBM.
 
-Schedule for tpu7x, 16 query heads for each of 2 KV heads of 256, blocks of 1,024 positions: SCHEDULE
+Schedule for tpu7x, 16 query heads for each of 2 KV heads of 256, pages of 256, blocks of 1,024 positions: a block takes about
+690 bundles (0.31 µs at an assumed 2.2 GHz) in BF16 and 480 (0.22 µs) in FP8, its bytes 0.57 and 0.29 µs at 3.69 TB/s, so
+that bytes bind. A sequence costs about 1,000 bundles more, whatever its length.
 """
 
 from __future__ import annotations

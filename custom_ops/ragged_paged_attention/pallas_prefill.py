@@ -3,8 +3,6 @@
 A tile of a sequence's rows is held against its pages, block by block: for each KV head, the query heads of one token after
 the other are the rows of the products. Blocks that every row of the tile has seen whole need no mask. Tiles begin at any row of
 the batch, and results of a partial tile leave in pieces of powers of two, so that rows of others stay as they are.
-
-Schedule for tpu7x, 16 query heads for each of 2 KV heads of 256: SCHEDULE
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Rows come as XLA has laid them, a token after the other and each 32 bits wide: any number of them can be copied from any row on,
 and a head's rows are read from memory with a stride. A page is read, gets its new rows, and is written back.
-
-Schedule for tpu7x, 4 rows of 256 a token and pages of 256: SCHEDULE
 """
 
 from __future__ import annotations
