@@ -27,8 +27,8 @@ ROWS_HEADS_DIM = ("tokens", "heads", None)
 # States of all layers of a kind, layer by layer.
 CONV_STATE = (None, "tokens", None, "heads")
 RECURRENT_STATE = (None, "tokens", "heads", None, None)
-PAGES = (None, "tokens", "heads", None, None)
-PAGE_SCALE = (None, "tokens", "heads", None)
+PAGES = (None, "pages", "heads", None, None)
+PAGE_SCALE = (None, "pages", "heads", None)
 PAGED = (PAGES, PAGE_SCALE)
 """What a sequence has by page; other states it has in a slot."""
 

@@ -55,7 +55,7 @@ def test_caches_grow_and_change_their_order(rounded):
 
 
 def test_a_budget_holds_nearly_twice_the_pages():
-    """Heads of 256: 260 bytes a row in place of 512, beside recurrent states of a few pages' size."""
+    """Heads of 256: 260 bytes a row in place of 512, beside recurrent states of less than a page's size."""
     config, mesh = moe_config(head_dim=256), build_mesh(ParallelConfig())
     budget = EngineConfig(max_sequences=2, cache_memory=64 << 20, checkpoints=0)
     pages = [
