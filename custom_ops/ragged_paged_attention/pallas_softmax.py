@@ -48,6 +48,42 @@ def attend(running: Running, scores, dtype, block: Block, head: int) -> Running:
     return Running(highest, total, running.weighted * shrink + update)
 
 
+def attend_columns(running: Running, query, seen, block: Block, head: int) -> Running:
+    """`attend` for queries that are columns, [head dim, columns], where there are many: maxima and sums over positions then run
+    along vectors of queries, and so does what `Running` holds, [1, columns] and [head dim, columns].
+
+    seen: [positions, columns], or None where all are.
+    """
+    interpret, scaled = block.layout.interpret, block.layout.scaled
+    scores = _product(block.rows(2 * head), query, 1, interpret)
+    if scaled:
+        scores = scores * _column(block.scale(2 * head))
+    if seen is not None:
+        scores = jnp.where(seen, scores, MASKED)
+    highest = jnp.maximum(running.highest, jnp.max(scores, axis=0, keepdims=True))
+    weights, shrink = jnp.exp(scores - highest), jnp.exp(running.highest - highest)
+    total = running.total * shrink + jnp.sum(weights, axis=0, keepdims=True)
+    if scaled:
+        weights = weights * _column(block.scale(2 * head + 1))
+    values = block.rows(2 * head + 1).astype(query.dtype)  # in FP8 it could not be turned
+    update = _product(values, weights.astype(query.dtype), 0, interpret)
+    return Running(highest, total, running.weighted * shrink + update)
+
+
+def _column(row):
+    """[1, n] → [n, 1]"""
+    return jnp.broadcast_to(row, (8, row.shape[1])).T[:, :1]
+
+
+def _product(left, right, contracted: int, interpret: bool):
+    """FP32 product of keys (contracted over columns) or values (over rows) with columns."""
+    if interpret or (left.dtype, right.dtype) != (FP8, jnp.bfloat16):
+        left = left.astype(right.dtype)
+    precision = lax.Precision.HIGHEST if right.dtype == jnp.float32 else None
+    contract = (((contracted,), (0,)), ((), ()))
+    return lax.dot_general(left, right, contract, precision=precision, preferred_element_type=jnp.float32)
+
+
 def _dot(left, right, contracted: int, interpret: bool):
     """FP32 product of rows with keys (contracted over columns) or values (over rows). The matrix unit multiplies BF16 by FP8
     as it is."""
