@@ -2,8 +2,8 @@
 
 A tile of a sequence's rows is held against its pages, block by block: for each KV head, the query heads of one token after
 the other are the columns of the products, so that the softmax runs along vectors of queries. Blocks that every row of the tile
-has seen whole need no mask. Tiles begin at any row of the batch, and results of a partial tile leave in pieces of powers of two,
-so that rows of others stay as they are.
+has seen whole need no mask. Tiles begin at any row of the batch, and results of a partial tile leave in pieces of powers of
+two, so that rows of others stay as they are.
 
 Schedule for tpu7x, 16 query heads for each of 2 KV heads of 256, BF16, tiles of 64 rows: 512 positions take about 3,640
 bundles, of which the matrix unit needs 2,050; the rest are scores that leave and enter the registers.
