@@ -13,6 +13,8 @@ from custom_ops.ragged_moe import pallas_tpu as ragged_moe_pallas
 from custom_ops.ragged_moe import reference as ragged_moe_reference
 from custom_ops.ragged_moe import xla as ragged_moe_xla
 from custom_ops.ragged_moe.layer import with_experts
+from custom_ops.ragged_paged_attention import pallas_layout as attention_layout
+from custom_ops.ragged_paged_attention import pallas_tpu as attention_pallas
 from custom_ops.ragged_paged_attention import reference as attention_reference
 from custom_ops.ragged_paged_attention import xla as attention_xla
 from custom_ops.reduce_scatter import pallas_tpu as reduce_scatter_pallas
@@ -33,6 +35,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Callable]] = {
     "ragged_paged_attention": {
         "reference": attention_reference.ragged_paged_attention,
         "xla": attention_xla.ragged_paged_attention,
+        "pallas_tpu": attention_pallas.ragged_paged_attention,
     },
     "reduce_scatter": {
         "reference": reduce_scatter_reference.reduce_scatter,
@@ -44,11 +47,15 @@ IMPLEMENTATIONS: dict[str, dict[str, Callable]] = {
 SUPPORTS: dict[str, dict[str, Callable[..., bool]]] = {
     "gated_delta_net": {"pallas_tpu": gated_delta_net_pallas.supports},
     "ragged_moe": {"pallas_tpu": ragged_moe_plan.supports},
+    "ragged_paged_attention": {"pallas_tpu": attention_layout.supports},
     "reduce_scatter": {"pallas_tpu": reduce_scatter_pallas.supports},
 }
 """By operation and implementation: whether it takes a shape, for implementations that do not take all."""
 
-SHAPES: dict[str, Callable[..., Hashable]] = {"ragged_moe": ragged_moe_plan.ExpertsShape.of_layer}
+SHAPES: dict[str, Callable[..., Hashable]] = {
+    "ragged_moe": ragged_moe_plan.ExpertsShape.of_layer,
+    "ragged_paged_attention": attention_layout.AttentionShape.of_arguments,
+}
 """By operation: the shape of the arguments that it is called with, for operations without a keyword argument `shape`."""
 
 PREFERRED = {"cpu": ("xla",), "tpu": ("pallas_tpu", "xla")}

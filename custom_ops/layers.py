@@ -24,15 +24,17 @@ def gated_delta_net(
 
 
 def ragged_paged_attention(
-    function: Callable, query, key, value, pages, query_start, query_length, context_length, page_table, layer, **static
+    function: Callable, query, key, value, pages, query_start, query_length, context_length, page_table, *scales_and_layer,
+    **static,
 ):
-    """An implementation of `custom_ops.ragged_paged_attention` on pages [layers, pages, ...], of which it takes layer
-    `layer`."""
+    """An implementation of `custom_ops.ragged_paged_attention` on pages, and their scales where there are any, [layers,
+    pages, ...], of which it takes the layer that comes last."""
+    *scales, layer = scales_and_layer
     table = page_table + layer * pages.shape[1]
-    output, pool = function(
-        query, key, value, _flat(pages), query_start, query_length, context_length, table, **static
+    output, *pools = function(
+        query, key, value, _flat(pages), query_start, query_length, context_length, table, *map(_flat, scales), **static
     )
-    return output, pool.reshape(pages.shape)
+    return output, *(pool.reshape(own.shape) for pool, own in zip(pools, (pages, *scales), strict=True))
 
 
 def ragged_moe(function: Callable, *arrays, **static):

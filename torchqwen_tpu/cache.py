@@ -10,7 +10,7 @@ import torch_xla
 
 from torchqwen_tpu.batch import bucket
 from torchqwen_tpu.config import RuntimeConfig
-from torchqwen_tpu.ops import CONV_STATE, PAGES, RECURRENT_STATE, gated_delta_net_shape
+from torchqwen_tpu.ops import CONV_STATE, PAGE_SCALE, PAGED, PAGES, RECURRENT_STATE, gated_delta_net_shape
 from torchqwen_tpu.parallel import DeviceMesh
 from torchqwen_tpu.parallel.mesh import Axes
 from torchqwen_tpu.runtime.graph import CompiledGraph
@@ -42,6 +42,7 @@ class CacheLayout:
     def __init__(self, config, mesh: DeviceMesh, runtime: RuntimeConfig, dtype: torch.dtype):
         self.config, self.mesh, self.dtype = config, mesh, dtype
         self.state_dtype = getattr(torch, runtime.state_dtype)
+        self.kv_dtype = dtype if runtime.kv_dtype == "auto" else getattr(torch, runtime.kv_dtype)
         self.page_size = runtime.page_size or DEFAULT_PAGE_SIZE[torch_xla.runtime.device_type()]
         self._graphs: dict[tuple, CompiledGraph] = {}
 
@@ -52,7 +53,8 @@ class CacheLayout:
 
     def arrays(self, shape: CacheShape) -> list[tuple[tuple[int, ...], torch.dtype, Axes]]:
         """Global shape, dtype and logical axes of the states: windows and recurrent states of all Gated DeltaNet layers,
-        pages of all attention layers, each [layers of the kind, ...]. A kind without layers has none."""
+        pages of all attention layers and the scales of FP8 pages, each [layers of the kind, ...]. A kind without layers has
+        none."""
         config, rows = self.config, self.mesh.ranks * shape.rows
         gdn = gated_delta_net_shape(config)
         linear = config.layer_types.count("linear_attention")
@@ -65,8 +67,10 @@ class CacheLayout:
             state = (linear, rows, gdn.value_heads, gdn.key_dim, gdn.value_dim)
             arrays += [(window, self.dtype, CONV_STATE), (state, self.state_dtype, RECURRENT_STATE)]
         if full:
-            pages = (full, self.mesh.ranks * shape.pool_pages, shape.page_size, 2 * config.num_key_value_heads, config.head_dim)
-            arrays.append((pages, self.dtype, PAGES))
+            tokens = (full, self.mesh.ranks * shape.pool_pages, 2 * config.num_key_value_heads, shape.page_size)
+            arrays.append(((*tokens, config.head_dim), self.kv_dtype, PAGES))
+            if self.kv_dtype == torch.float8_e4m3fn:
+                arrays.append((tokens, torch.float32, PAGE_SCALE))
         return arrays
 
     def allocate(self, shape: CacheShape) -> list[torch.Tensor]:
@@ -85,7 +89,7 @@ class CacheLayout:
         def grown(*states):
             result = []
             for state, (size, _, axes) in zip(states, self.arrays(new), strict=True):
-                if axes == PAGES:
+                if axes in PAGED:
                     state = state.view(size[0], -1, old.pages, *size[2:])
                     more = state.new_zeros(*state.shape[:2], new.pages - old.pages, *size[2:])
                     state = self.mesh.shard(torch.cat([state, more], dim=2).view(size), axes)

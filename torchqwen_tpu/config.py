@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 LAYOUTS = ("dp", "dp_tp", "tp")
 WIRES = ("float8_e4m3fn", "bfloat16")
+KV_DTYPES = ("auto", "bfloat16", "float8_e4m3fn")
 QUANTIZATIONS = ("keep", "channel", "dequantize")
 
 
@@ -80,6 +81,8 @@ class RuntimeConfig:
     Args:
         page_size: tokens a KV page holds; None takes 256 on a TPU and 64 on a CPU.
         state_dtype: storage of the recurrent states, "float32" or "bfloat16"; arithmetic is float32 either way.
+        kv_dtype: storage of keys and values, "auto" (the model's dtype), "bfloat16", or "float8_e4m3fn": half the memory of
+            bfloat16, with a float32 scale for each token and head of keys and of values.
         prefill_chunk: the most tokens that a data-parallel rank takes in one step; longer inputs take several steps.
         decode_steps: decode steps that run on the device before the host looks at the result.
         scan_layers: stack the weights of layers that repeat with a period and run the periods in a loop, so that tracing,
@@ -104,6 +107,7 @@ class RuntimeConfig:
 
     page_size: int | None = None
     state_dtype: str = "float32"
+    kv_dtype: str = "auto"
     prefill_chunk: int = 4096
     decode_steps: int = 8
     scan_layers: bool | None = None
@@ -118,6 +122,8 @@ class RuntimeConfig:
             raise ValueError(f"page_size must be 16, 32, 64, 128 or 256, not {self.page_size}")
         if self.state_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"state_dtype must be float32 or bfloat16, not {self.state_dtype!r}")
+        if self.kv_dtype not in KV_DTYPES:
+            raise ValueError(f"kv_dtype must be one of {', '.join(KV_DTYPES)}, not {self.kv_dtype!r}")
         if self.moe_wire not in (None, *WIRES):
             raise ValueError(f"moe_wire must be {' or '.join(WIRES)}, not {self.moe_wire!r}")
         if self.quantization not in (None, *QUANTIZATIONS):

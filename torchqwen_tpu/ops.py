@@ -28,7 +28,10 @@ ROWS_HEADS_DIM = ("tokens", "heads", None)
 # States of all layers of a kind, layer by layer.
 CONV_STATE = (None, "tokens", None, "heads")
 RECURRENT_STATE = (None, "tokens", "heads", None, None)
-PAGES = (None, "tokens", None, "heads", None)
+PAGES = (None, "pages", "heads", None, None)
+PAGE_SCALE = (None, "pages", "heads", None)
+PAGED = (PAGES, PAGE_SCALE)
+"""What a sequence has by page; other states it has in a slot."""
 
 
 def gated_delta_net_shape(config) -> GatedDeltaNetShape:
@@ -81,19 +84,21 @@ class Operations:
             batch.query_start, batch.query_length, batch.context_length, batch.slot, conv_state, recurrent_state, layer,
         )  # fmt: skip
 
-    def attention(self, query, key, value, pages, layer, batch: RaggedBatch, *, scale: float):
-        """See `custom_ops.ragged_paged_attention`; the pages are those of all layers and this is number `layer`, [] int32."""
+    def attention(self, query, key, value, paged, layer, batch: RaggedBatch, *, scale: float):
+        """See `custom_ops.ragged_paged_attention`; `paged` are the pages of all layers, and their scales if they have any, and
+        this is number `layer`, [] int32."""
+        pages, *scales = paged
         op = self._op(
             "ragged_paged_attention",
             of_layer("ragged_paged_attention", self._functions["ragged_paged_attention"]),
-            (ROWS_HEADS_DIM, ROWS_HEADS_DIM, ROWS_HEADS_DIM, PAGES, ROWS, ROWS, ROWS, ROWS_DIM, ()),
-            (ROWS_HEADS_DIM, PAGES),
+            (*[ROWS_HEADS_DIM] * 3, PAGES, ROWS, ROWS, ROWS, ROWS_DIM, *[PAGE_SCALE] * len(scales), ()),
+            (ROWS_HEADS_DIM, *PAGED[: len(paged)]),
             scale=scale,
             decode=batch.decode,
         )
         return op(
             query, key, value, pages,
-            batch.query_start, batch.query_length, batch.context_length, batch.page_table, layer,
+            batch.query_start, batch.query_length, batch.context_length, batch.page_table, *scales, layer,
         )  # fmt: skip
 
     def experts(
@@ -187,18 +192,19 @@ class Operations:
         op = self._op("first_not_finite", monitoring.first_not_finite, ((None, "tokens"), ROWS), (ROWS_DIM,))
         return op(codes, batch.valid)[0]
 
-    def attention_statistics(self, query, key, pages, layer, batch: RaggedBatch) -> torch.Tensor:
-        """See `custom_ops.monitoring.attention_statistics`; [ranks, columns]."""
+    def attention_statistics(self, query, key, paged, layer, batch: RaggedBatch) -> torch.Tensor:
+        """See `custom_ops.monitoring.attention_statistics`; `paged` as for `attention`; [ranks, columns]."""
+        pages, *scales = paged
         op = self._op(
             "attention_statistics",
             monitoring.attention_statistics,
-            (ROWS_HEADS_DIM, ROWS_HEADS_DIM, PAGES, ROWS, ROWS, ROWS, ROWS, ROWS_DIM, ()),
+            (ROWS_HEADS_DIM, ROWS_HEADS_DIM, PAGES, *[ROWS] * 4, ROWS_DIM, *[PAGE_SCALE] * len(scales), ()),
             (ROWS_DIM,),
             scale=query.shape[-1] ** -0.5,
             head_axes=self.mesh.axes("heads"),
         )
         sequences = (batch.query_start, batch.query_length, batch.context_length, batch.page_table)
-        return op(query, key, pages, batch.valid, *sequences, layer)[0]
+        return op(query, key, pages, batch.valid, *sequences, *scales, layer)[0]
 
     def gated_delta_net_statistics(self, b, a, A_log, dt_bias, state, layer, batch: RaggedBatch) -> torch.Tensor:
         """See `custom_ops.monitoring.gated_delta_net_statistics`; [ranks, columns]."""

@@ -25,7 +25,7 @@ Taps = dict[str, torch.Tensor]
     output                 [tokens, hidden size]
 attention layers
     attention.query, .key  [tokens, heads, head dim] rotated
-    attention.pages        of all attention layers, as the layer leaves them
+    attention.pages        of all attention layers, as the layer leaves them, with their scales where they have any
 Gated DeltaNet layers
     gated_delta_net.b, .a  [tokens, value heads], what the gates are made of
     gated_delta_net.A_log, .dt_bias   [value heads]

@@ -21,8 +21,9 @@ FEWEST_KEYS = 16
 
 
 def attention_statistics(
-    query, key, pages, valid, query_start, query_length, context_length, page_table, layer, *, scale: float, head_axes=()
-):
+    query, key, pages, valid, query_start, query_length, context_length, page_table, *scales_and_layer,
+    scale: float, head_axes=(),
+):  # fmt: skip
     """One row of `ATTENTION`.
 
     Logits and softmax are exact for up to `ROWS` rows, spread over the step's sequences and over each of them, against the
@@ -33,7 +34,7 @@ def attention_statistics(
     Args:
         query, key: as `custom_ops.ragged_paged_attention` has them.
         pages: [layers, ...] its pages of all layers, with the step's keys written.
-        layer: [] int32, which of them.
+        scales_and_layer: the scales of these pages, [layers, ...], where they have any; then which layer, [] int32.
         valid: [T] bool, which rows are tokens.
         head_axes: mesh axes that split the heads.
     """
@@ -43,8 +44,9 @@ def attention_statistics(
     place = length - 1 - length * turn // times
     position = context_length[sequence] + place
     sampled = (position + 1 >= FEWEST_KEYS) & (length > 0)
-    pool, table = pages.reshape(-1, *pages.shape[2:]), page_table + layer * pages.shape[1]
-    keys, seen = _keys(pool, table, sequence, position)
+    *scales, layer = scales_and_layer
+    pools = [pool.reshape(-1, *pool.shape[2:]) for pool in (pages, *scales)]
+    keys, seen = _keys(pools, page_table + layer * pages.shape[1], sequence, position)
     heads = keys.shape[2]
     row = jnp.clip(query_start[sequence] + place, 0, query.shape[0] - 1)
     grouped = query[row].astype(jnp.float32).reshape(rows, heads, -1, query.shape[-1]) * scale
@@ -65,17 +67,23 @@ def attention_statistics(
     return jnp.stack([count, smallest, largest, bound, saturated, entropy])[None]
 
 
-def _keys(pages, page_table, sequence, position):
-    """Keys [rows, keys, KV heads, head dim] of the pages to compare each row with, and which of them it attends to."""
-    size = pages.shape[1]
+def _keys(pools, page_table, sequence, position):
+    """Keys [rows, keys, KV heads, head dim] of the pages to compare each row with, and which of them it attends to.
+
+    pools: pages, and their scales where they have any.
+    """
+    pages, *scales = pools
+    size = pages.shape[2]
     count = min(page_table.shape[1], max(2, -(-KEYS // size)))
     number = jnp.arange(count)
     # The first page, then the latest ones; all from the first on where there are no more than `count`.
     latest = jnp.maximum(position // size - count + 1, 0)[:, None] + number
     latest = jnp.where(number == 0, 0, latest)
     table = jnp.take_along_axis(page_table[sequence], latest, axis=1)
-    both = pages[table].astype(jnp.float32)
-    keys = both.reshape(len(position), count * size, -1, 2, pages.shape[-1])[:, :, :, 0]
+    keys = pages[table][:, :, ::2].astype(jnp.float32)
+    for pool in scales:
+        keys = keys * pool[table][:, :, ::2, :, None]
+    keys = jnp.swapaxes(keys, 2, 3).reshape(len(position), count * size, -1, pages.shape[-1])
     place = (latest[:, :, None] * size + jnp.arange(size)).reshape(len(position), -1)
     seen = place <= position[:, None]
     return jnp.where(seen[..., None, None], keys, 0), seen  # an unwritten page may hold anything

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from custom_ops.ragged import take_at, tile_sequences
-from custom_ops.ragged_paged_attention.pages import write
+from custom_ops.ragged_paged_attention.pages import with_scale, write
 
 QUERY_TILE = 128
 """Most rows of one sequence that are handled together in prefill; fewer where a batch has few rows a sequence."""
@@ -24,12 +24,13 @@ MASKED = -1e30
 
 
 def ragged_paged_attention(
-    query, key, value, pages, query_start, query_length, context_length, page_table, *, scale: float, decode: bool = False
-):
+    query, key, value, pages, query_start, query_length, context_length, page_table, page_scale=None,
+    *, scale: float, decode: bool = False,
+):  # fmt: skip
     """See `custom_ops.ragged_paged_attention` for arguments and results."""
-    pages = write(pages, key, value, query_start, query_length, context_length, page_table)
+    pages, page_scale = write(pages, key, value, query_start, query_length, context_length, page_table, page_scale)
     rows, query_heads, dim = query.shape
-    heads, group, page_size = key.shape[1], query_heads // key.shape[1], pages.shape[1]
+    heads, group, page_size = key.shape[1], query_heads // key.shape[1], pages.shape[2]
     tile = 1 if decode else tile_rows(rows, query_start.shape[0])
     positions = BLOCK if tile == QUERY_TILE else BLOCK // 2
     step = 1 if decode else min(max(positions // page_size, 1), page_table.shape[1])  # pages a step
@@ -55,23 +56,28 @@ def ragged_paged_attention(
         def block(number, carry, masked):
             total, highest, weighted = carry
             table = lax.dynamic_slice(page_table, (sequence, number * step), (1, step))[0]
-            if step == 1:
-                history = lax.dynamic_slice_in_dim(pages, table[0], 1)
-            else:
-                history = pages.at[table].get(mode="promise_in_bounds")
-            history = jnp.transpose(_as_it_lies(history).reshape(size, heads, 2, dim), (1, 2, 0, 3))
+            history = _as_it_lies(_take(pages, table)).astype(queries.dtype)
+            history = jnp.swapaxes(history, 0, 1).reshape(heads, 2, size, dim)
             keys, values = history[:, 0], history[:, 1]
             scores = jnp.einsum("hld,hdq->hlq", keys, queries, preferred_element_type=jnp.float32)
+            if page_scale is not None:  # scores and weights have fewer numbers than keys and values, and stay FP32
+                scales = jnp.swapaxes(_take(page_scale, table), 0, 1).reshape(heads, 2, size, 1)
+                scores = scores * scales[:, 0]
             if masked:
                 seen = (number.astype(jnp.int32) * size + jnp.arange(size))[:, None]
                 scores = jnp.where(seen <= position, scores, MASKED)
                 # Unseen values are zeroed as well: an unwritten page may hold anything, and 0 times NaN is NaN.
                 values = jnp.where(seen < last, values, 0)
+                if page_scale is not None:
+                    scales = jnp.where(seen < last, scales, 0)
             new_highest = jnp.maximum(highest, scores.max(1, keepdims=True))
             weights = jnp.exp(scores - new_highest)
             shrink = jnp.exp(highest - new_highest)
+            total = total * shrink + weights.sum(1, keepdims=True)
+            if page_scale is not None:
+                weights = weights * scales[:, 1]
             update = jnp.einsum("hld,hlq->hdq", values, weights.astype(values.dtype), preferred_element_type=jnp.float32)
-            return total * shrink + weights.sum(1, keepdims=True), new_highest, weighted * shrink + update
+            return total, new_highest, weighted * shrink + update
 
         carry = (
             jnp.zeros((heads, 1, group * tile), jnp.float32),
@@ -88,7 +94,14 @@ def ragged_paged_attention(
 
     output = lax.fori_loop(jnp.uint32(0), tiles.count.astype(jnp.uint32), one_tile, jnp.zeros_like(columns))
     output = jnp.transpose(output.reshape(-1, heads, dim, group, tile), (0, 4, 1, 3, 2))
-    return tiles.scatter(output.reshape(-1, tile, query_heads, dim)), pages
+    return with_scale(tiles.scatter(output.reshape(-1, tile, query_heads, dim)), pages, page_scale)
+
+
+def _take(pool, pages):
+    """Entries of a pool; one is a slice of it."""
+    if pages.shape[0] == 1:
+        return lax.dynamic_slice_in_dim(pool, pages[0], 1)
+    return pool.at[pages].get(mode="promise_in_bounds")
 
 
 def _as_it_lies(pages):

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 MESH = AbstractMesh((4, 2), ("chip", "core"))
 SPLIT, WHOLE = PartitionSpec(("chip", "core")), PartitionSpec()
 SHAPE = GatedDeltaNetShape(16, 64, 128, 128)
-HLO_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+HLO_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float8_e4m3fn: "f8e4m3fn"}
 
 
 def compiled_graph(name: str) -> dict:
@@ -110,7 +110,34 @@ def experts():
     return [output], inputs, [SPLIT] * 7, {}
 
 
+def attention(tokens: int, decode: bool, fp8: bool = False):
+    """397B's attention as the model calls it, on the pages of two layers, of which it takes one."""
+    from torchqwen_tpu import RuntimeConfig
+    from torchqwen_tpu.batch import RaggedBatch
+    from torchqwen_tpu.ops import PAGE_SCALE, PAGES, Operations
+    from torchqwen_tpu.parallel.mesh import DeviceMesh
+
+    xla_builder._PT_XLA_TYPE_MAP.setdefault(torch.float8_e4m3fn, "f8e4m3fn")  # torch_xla 2.9 forgot it
+    mesh, sequences, width = DeviceMesh(4, 2, "dp"), 8 * 8, 36
+    kind = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    rows = [placeholder(8 * tokens, heads, 256, dtype=torch.bfloat16) for heads in (32, 2, 2)]
+    states = [placeholder(2, sequences * width, 4, 256, 256, dtype=kind)]
+    if fp8:
+        states.append(placeholder(2, sequences * width, 4, 256))
+    integers = [placeholder(sequences, dtype=torch.int32) for _ in range(3)]
+    table, layer = placeholder(sequences, width, dtype=torch.int32), placeholder(1, dtype=torch.int32)
+    batch = RaggedBatch(None, *integers, None, table, decode=decode)
+    outputs = Operations(mesh, RuntimeConfig()).attention(*rows, tuple(states), layer[0], batch, scale=1 / 16)
+    inputs = [*rows, *states, *integers, table, layer]
+    specs = [SPLIT] * 3 + [mesh.spec(axes) for axes in (PAGES, PAGE_SCALE)[: len(states)]] + [SPLIT] * 4 + [WHOLE]
+    return outputs, inputs, specs, {3 + number: 1 + number for number in range(len(states))}
+
+
 GRAPHS = {
+    "attention, decode": lambda: attention(8, True),
+    "attention, decode, FP8": lambda: attention(8, True, fp8=True),
+    "attention, prefill": lambda: attention(1024, False),
+    "attention, prefill, FP8": lambda: attention(1024, False, fp8=True),
     "toy": toy,
     "decode": lambda: gated_delta_net(8, 8, True),
     "experts": experts,
@@ -127,10 +154,10 @@ def main(graph: str) -> None:
     copies, state_bytes = [], 0
     for position in donated:
         state = inputs[position]
-        local = (state.shape[0] // MESH.size, *state.shape[1:])
-        state_bytes += math.prod(local) * state.element_size()
-        shape = f"{HLO_DTYPES[state.dtype]}[{','.join(map(str, local))}]"
-        copies.append(len(re.findall(rf"= \(?{re.escape(shape)}\S* copy(?:-start)?\(", hlo)))
+        size = state.numel() // MESH.size
+        state_bytes += size * state.element_size()
+        copied = re.findall(rf"= \(?{HLO_DTYPES[state.dtype]}\[([\d,]+)\]\S* copy(?:-start)?\(", hlo)
+        copies.append(sum(math.prod(map(int, shape.split(","))) == size for shape in copied))
     memory = executable.get_compiled_memory_stats()
     answer = {
         "kernels": re.findall(r"%(\S+) = .*custom_call_target=\"tpu_custom_call\"", hlo),

@@ -42,11 +42,11 @@ def test_attention_of_one_sequence_is_exact(context):
     history = jnp.asarray(rng.standard_normal((2, 128, HEADS, DIM)), jnp.float32)
     sequences = [jnp.array([first, 0]), jnp.array([length, 0]), jnp.array([context, 0])]
     table = jnp.array([[7, 2, 5, 1, 0], [3, 4, 6, 8, 9]])
-    pages = jnp.full((10, PAGE, 2 * HEADS, DIM), jnp.nan)
+    pages = jnp.full((10, 2 * HEADS, PAGE, DIM), jnp.nan)
     before = [jnp.array([number]) for number in (0, context, 0)]
-    pages = write(pages, history[0, :context], history[1, :context], *before, table[:1])
+    pages, _ = write(pages, history[0, :context], history[1, :context], *before, table[:1])
     key = jnp.zeros((tokens, HEADS, DIM)).at[first : first + length].set(history[0, context : context + length])
-    pages = write(pages, key, key, *sequences, table)
+    pages, _ = write(pages, key, key, *sequences, table)
     valid = (jnp.arange(tokens) >= first) & (jnp.arange(tokens) < first + length)
     row = jax.jit(monitoring.attention_statistics, static_argnames="scale")(
         query, key, jnp.stack([jnp.full_like(pages, jnp.nan), pages]), valid, *sequences, table, 1, scale=0.5

@@ -7,6 +7,7 @@ from support import moe_config
 
 from custom_ops.ragged_moe import schedule_cases
 from custom_ops.ragged_moe.pallas_plan import plan
+from custom_ops.ragged_paged_attention.pallas_layout import PREFILL_BLOCK, tile_of
 from custom_ops.schedule.bundles import Loop
 from torchqwen_tpu.planning.hlo import Array, Instruction
 from torchqwen_tpu.planning.kernels import Kernels
@@ -88,6 +89,30 @@ def test_kernels_of_gated_delta_net():
     assert states < known.bytes("gated_delta_net_decode.2") < 1.1 * states
     prompt = kernels(Load(0, 0, prefill=1000, ranks=8, devices=8), rows=1024)
     assert prompt.turns("gated_delta_net_chunk", UNKNOWN) == 16
+
+
+@pytest.mark.parametrize("kv_dtype, bytes_a_token", [("bfloat16", 2048), ("float8_e4m3fn", 1040)])
+def test_kernels_of_attention(kv_dtype, bytes_a_token):
+    """Loops as `custom_ops.ragged_paged_attention` has them: over sequences or tiles, over blocks, over pages."""
+    config = moe_config(**SIZES_397B, num_attention_heads=32, num_key_value_heads=2, head_dim=256)
+    blocks = Loop(3, 20, own=10, steps=None, inner=[UNKNOWN])
+    readers = Loop(0, 40, own=20, steps=None, inner=[blocks, UNKNOWN])
+
+    def known(load, rows):
+        return Kernels(config, load, rows, True, 1, 2, 4, page_size=256, kv_dtype=kv_dtype)
+
+    decode = known(DECODE, 8)
+    turns = [decode.turns("attention_decode.7", entry) for entry in (readers, blocks, UNKNOWN)]
+    assert turns == [8, 8, 4]
+    assert decode.bytes("attention_decode.7") == pytest.approx(8 * 8200 * bytes_a_token, rel=0.02)
+    assert decode.bytes("attention_prefill") == 0
+    prompt = known(Load(0, 0, prefill=1024, prefill_context=2048, ranks=8, devices=8), 1024)
+    masked = Loop(3, 20, own=10, steps=None, inner=[UNKNOWN, UNKNOWN])
+    assert prompt.turns("attention_prefill", readers) == 1024 / tile_of(1024)
+    assert prompt.turns("attention_prefill", blocks) == 2560 // PREFILL_BLOCK
+    assert 1 < prompt.turns("attention_prefill", masked) < 2
+    assert prompt.turns("attention_write", UNKNOWN) == 5
+    assert prompt.bytes("attention_write") > 2 * 1024 * bytes_a_token
 
 
 def test_the_reduce_scatter_is_modelled_by_its_own_cost():

@@ -23,7 +23,7 @@ M = 1e6
 def memory(name: str, layout: str = "dp", chips: int = 4, **changes):
     request = PlanRequest("m", **{"dtype": "fp8", "state_dtype": "bfloat16", **changes})
     config, mesh = read_config(CONFIGS / name), DeviceMesh(chips, 2, layout)
-    sizes = sizes_of(config, mesh, request.dtype == "fp8", request.state_dtype, request.page_size)
+    sizes = sizes_of(config, mesh, request)
     return memory_of(sizes, (), request, TPU7X, mesh.ranks, limit_of(config.get_text_config()))
 
 

@@ -38,3 +38,4 @@ def test_steps_of_397b(kind, kernel):
     assert step["copies"] == []
     assert step["inputs"] < 100
     assert step["kernels"][kernel] == 3  # of the 45 layers the three of a period
+    assert step["kernels"]["attention_decode"] == 1

@@ -14,7 +14,7 @@ from torchqwen_tpu.commands.arguments import positive
 from torchqwen_tpu.planning.html import write_report
 from torchqwen_tpu.planning.planner import plan
 from torchqwen_tpu.planning.report import format_plan
-from torchqwen_tpu.planning.request import DTYPES, PlanRequest
+from torchqwen_tpu.planning.request import DTYPES, KV_DTYPES, PlanRequest
 
 DOES_NOT_FIT = 2
 
@@ -45,6 +45,9 @@ def add(commands) -> None:
         "--state-dtype", default=default["state_dtype"], choices=("bfloat16", "float32"),
         help="of the recurrent states (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--kv-dtype", default=default["kv_dtype"], choices=KV_DTYPES, help="of the KV pages (default: %(default)s)"
+    )
     parser.add_argument("--json", metavar="F", help="also write everything to this JSON file")
     parser.add_argument("--report", metavar="F", help="also write a report in HTML to this file")
     parser.set_defaults(run=run)

@@ -29,18 +29,18 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def forward(
-        self, hidden: torch.Tensor, batch: RaggedBatch, rotary, state: tuple[torch.Tensor], number: torch.Tensor,
+        self, hidden: torch.Tensor, batch: RaggedBatch, rotary, paged: tuple[torch.Tensor, ...], number: torch.Tensor,
         ops: Operations, taps: Taps | None = None,
     ):  # fmt: skip
-        """hidden [tokens, hidden size] and (pages,) of all attention layers → output and (pages,) with those of layer
-        `number` renewed."""
+        """hidden [tokens, hidden size], and the pages (and their scales) of all attention layers → output, and those with what
+        belongs to layer `number` renewed."""
         tokens = hidden.shape[0]
         grouped = fence(self.qkv_proj(hidden)).view(tokens, -1, 2 * self.group + 2, self.head_dim)
         queries, key, value = grouped[:, :, :-2], grouped[:, :, -2], grouped[:, :, -1]
         query, gate = queries.reshape(tokens, -1, 2, self.head_dim).unbind(2)
         query = rotate(self.q_norm(query), rotary)
         key = rotate(self.k_norm(key), rotary)
-        output, pages = ops.attention(query, key, value, state[0], number, batch, scale=self.head_dim**-0.5)
+        output, *paged = ops.attention(query, key, value, paged, number, batch, scale=self.head_dim**-0.5)
         if taps is not None:
-            taps |= {"attention.query": query, "attention.key": key, "attention.pages": pages}
-        return self.o_proj((output * torch.sigmoid(gate)).reshape(tokens, -1)), (pages,)
+            taps |= {"attention.query": query, "attention.key": key, "attention.pages": tuple(paged)}
+        return self.o_proj((output * torch.sigmoid(gate)).reshape(tokens, -1)), tuple(paged)

@@ -2,7 +2,7 @@
 
 Every tensor is flat: rows are tokens of several sequences, told apart by the `RaggedBatch`. The states of all layers of a
 kind are one array: (convolution windows, recurrent states) of the Gated DeltaNet layers, then (pages,) of the attention
-layers. They come in and go out, updated in place.
+layers, or (pages, scales) where pages are FP8. They come in and go out, updated in place.
 
 Layers that repeat with a period may be scanned: their weights are stacked, and one period is traced, whatever the depth.
 """
@@ -52,6 +52,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config, index: int):
         super().__init__()
         self.is_linear = config.layer_types[index] == "linear_attention"
+        self.first_paged = 2 if "linear_attention" in config.layer_types else 0  # of the states
         if self.is_linear:
             self.linear_attn = GatedDeltaNet(config)
         else:
@@ -72,8 +73,8 @@ class DecoderLayer(nn.Module):
             mixed, own = self.linear_attn(mixed, batch, states[:2], place.of_kind, ops, taps)
             states = (*own, *states[2:])
         else:
-            mixed, own = self.self_attn(mixed, batch, rotary, states[-1:], place.of_kind, ops, taps)
-            states = (*states[:-1], *own)
+            mixed, own = self.self_attn(mixed, batch, rotary, states[self.first_paged :], place.of_kind, ops, taps)
+            states = (*states[: self.first_paged], *own)
         hidden = hidden + mixed
         mixed = self.post_attention_layernorm(hidden)
         mixed = self.mlp(mixed, batch, place.in_stack, ops, taps) if self.is_sparse else self.mlp(mixed)

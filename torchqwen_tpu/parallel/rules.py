@@ -9,9 +9,9 @@ from torchqwen_tpu.models.stacking import layers_of
 
 LAYOUT_RULES: dict[str, dict[str, tuple[str, ...]]] = {
     # logical axis: mesh axes that split it
-    "dp": {"tokens": ("chip", "core"), "heads": (), "experts": ("chip", "core")},
-    "dp_tp": {"tokens": ("chip",), "heads": ("core",), "experts": ("chip", "core")},
-    "tp": {"tokens": (), "heads": ("chip", "core"), "experts": ("chip", "core")},
+    "dp": {"tokens": ("chip", "core"), "pages": ("chip", "core"), "heads": (), "experts": ("chip", "core")},
+    "dp_tp": {"tokens": ("chip",), "pages": ("chip",), "heads": ("core",), "experts": ("chip", "core")},
+    "tp": {"tokens": (), "pages": (), "heads": ("chip", "core"), "experts": ("chip", "core")},
 }
 
 PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {

@@ -18,11 +18,14 @@ from torchqwen_tpu.checkpoint.fp8 import FP8
 from torchqwen_tpu.config import RuntimeConfig
 from torchqwen_tpu.models.causal_lm import CausalLM, check_divisible
 from torchqwen_tpu.models.stacking import layers_of
-from torchqwen_tpu.ops import CONV_STATE, PAGES, RECURRENT_STATE
+from torchqwen_tpu.ops import CONV_STATE, PAGE_SCALE, PAGES, RECURRENT_STATE
 from torchqwen_tpu.parallel.mesh import Axes, DeviceMesh
 from torchqwen_tpu.parallel.rules import parameter_axes
+from torchqwen_tpu.planning.request import KV_DTYPES, PlanRequest
 
-STATES = {CONV_STATE: "convolution windows", RECURRENT_STATE: "recurrent states", PAGES: "KV pages"}
+STATES = {
+    CONV_STATE: "convolution windows", RECURRENT_STATE: "recurrent states", PAGES: "KV pages", PAGE_SCALE: "KV pages",
+}  # fmt: skip
 """What states are called, by their logical axes."""
 DTYPE = torch.bfloat16
 """Of activations, and of weights that are not FP8."""
@@ -101,18 +104,18 @@ def make_states(layout: CacheLayout, cache: CacheShape, inputs: Inputs) -> list[
     return [inputs.make(STATES[axes], shape, kind, axes) for shape, kind, axes in layout.arrays(cache)]
 
 
-def sizes_of(
-    config: PretrainedConfig, mesh: DeviceMesh, fp8: bool, state_dtype: str, page_size: int
-) -> tuple[list[Argument], list[Argument]]:
+def sizes_of(config: PretrainedConfig, mesh: DeviceMesh, request: PlanRequest) -> tuple[list[Argument], list[Argument]]:
     """Weights, and the states of one sequence with one page, of a device. Nothing is traced.
 
     Raises:
         ValueError: heads or experts that the layout cannot split.
     """
     inputs = Inputs(mesh, lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta"))
-    build_model(config, fp8, inputs)
+    build_model(config, request.dtype == "fp8", inputs)
     count = len(inputs.made)
-    runtime = RuntimeConfig(page_size=page_size, state_dtype=state_dtype)
-    make_states(CacheLayout(config.get_text_config(), mesh, runtime, DTYPE), CacheShape(1, 1, page_size), inputs)
+    runtime = RuntimeConfig(
+        page_size=request.page_size, state_dtype=request.state_dtype, kv_dtype=KV_DTYPES[request.kv_dtype]
+    )
+    make_states(CacheLayout(config.get_text_config(), mesh, runtime, DTYPE), CacheShape(1, 1, request.page_size), inputs)
     arguments = inputs.of_a_device()
     return arguments[:count], arguments[count:]

@@ -42,7 +42,7 @@ def render(plan: Plan) -> str:
         f"<h1>{escape(title)}</h1>",
         f'<p class="lead{"" if best.fits else " bad"}">{escape(headline(plan))}</p>',
         f'<p class="note">{request.concurrency} sequences of {request.input_len:,} + {request.output_len:,} tokens, weights '
-        f"{request.dtype}, states {request.state_dtype}, {plan.chips} chips × {plan.cores} cores. "
+        f"{request.dtype}, states {request.state_dtype}, KV pages {request.kv_dtype}, {plan.chips} chips × {plan.cores} cores. "
         "Compiled by the TPU compiler; every time is modelled, none is measured.</p>",
         "<h2>Layouts</h2>",
         _layouts(plan),

@@ -17,6 +17,8 @@ from custom_ops.ragged_moe import pallas_plan as experts_plan
 from custom_ops.ragged_moe.cost import MoeShape, micro_batches
 from custom_ops.ragged_moe.pallas_combine import BLOCK_ROWS, PIECE
 from custom_ops.ragged_moe.pallas_plan import GROUP, ExpertsShape
+from custom_ops.ragged_paged_attention.pallas_cost import AttentionWork
+from custom_ops.ragged_paged_attention.pallas_layout import AttentionShape
 from custom_ops.reduce_scatter.plan import plan as cut_reduce_scatter
 from custom_ops.reduce_scatter.shapes import ReduceScatterShape
 from custom_ops.schedule.bundles import Loop
@@ -139,23 +141,38 @@ class Kernels:
         rows: token rows of the graph, of one rank.
         fp8: whether the experts' weights are.
         head_shards: devices over which heads are split.
+        kv_dtype: of the KV pages.
     """
 
-    def __init__(self, config, load: Load, rows: int, fp8: bool, head_shards: int, state_bytes: int, chips: int):
+    def __init__(
+        self, config, load: Load, rows: int, fp8: bool, head_shards: int, state_bytes: int, chips: int,
+        page_size: int = 256, kv_dtype: str = "bfloat16",
+    ):  # fmt: skip
         self._chips, self._cores = chips, load.devices // chips
         self._gated_delta_net = GatedDeltaNet(
             load, rows, config.linear_num_value_heads // head_shards, _channels(config) // head_shards,
             config.linear_key_head_dim, config.linear_value_head_dim, config.linear_conv_kernel_dim, state_bytes,
         )  # fmt: skip
+        attention = AttentionShape(
+            config.num_attention_heads // head_shards, config.num_key_value_heads // head_shards, config.head_dim,
+            page_size, load.decoding + load.sequences, -(-load.context // page_size) + 1, "bfloat16", kv_dtype,
+        )  # fmt: skip
+        self._attention = AttentionWork(
+            attention, rows, load.decoding, load.context, load.sequences, load.prefill, load.prefill_context
+        )
         self.experts = _experts(config, load, rows, fp8, chips) if hasattr(config, "num_experts") else None
 
     def turns(self, name: str, loop: Loop) -> float | None:
         """Turns of a loop in a kernel."""
+        if name.startswith("attention_"):
+            return self._attention.turns(name, loop)
         turns = self._gated_delta_net.turns(name, loop)
         return self.experts.turns(name, loop) if turns is None and self.experts else turns
 
     def bytes(self, name: str) -> float | None:
         """Bytes that a kernel moves, where it touches only a part of what it is given."""
+        if name.startswith("attention_"):
+            return self._attention.bytes(name)
         size = self._gated_delta_net.bytes(name)
         return self.experts.bytes(name) if size is None and self.experts else size
 

@@ -117,7 +117,9 @@ def memory_of(
     weights: dict[str, int] = defaultdict(int)
     for argument in sizes[0]:
         weights[part_of(argument.part)] += argument.bytes
-    of_one = dict.fromkeys(STATES.values(), 0) | {argument.part: argument.bytes for argument in sizes[1]}
+    of_one = dict.fromkeys(STATES.values(), 0)
+    for argument in sizes[1]:
+        of_one[argument.part] += argument.bytes
     page = of_one.pop(PAGES)
     sequences = -(-request.concurrency // ranks)
     states = {kind: size * slots_of(sequences) for kind, size in of_one.items() if size}

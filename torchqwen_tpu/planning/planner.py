@@ -25,7 +25,7 @@ from torchqwen_tpu.planning.memory import memory_of, part_of
 from torchqwen_tpu.planning.outcome import Collective, Cost
 from torchqwen_tpu.planning.programs import Programs
 from torchqwen_tpu.planning.remedies import remedies
-from torchqwen_tpu.planning.request import PlanRequest, graphs
+from torchqwen_tpu.planning.request import KV_DTYPES, PlanRequest, graphs
 from torchqwen_tpu.planning.result import LayoutPlan, Plan, Step
 from torchqwen_tpu.planning.roofline import Roofline, roofline
 from torchqwen_tpu.planning.simulate import Player
@@ -91,7 +91,7 @@ def _draft(
     """What is known of a layout's memory, by `steps` where they were compiled; with what would help where it does not fit."""
     copies = key_value_copies(config, mesh)
     own = with_copies(config, copies)
-    sizes = sizes_of(own, mesh, request.dtype == "fp8", request.state_dtype, request.page_size)
+    sizes = sizes_of(own, mesh, request)
     memory = memory_of(sizes, steps, request, where.chip, mesh.ranks, limit_of(config.get_text_config()))
     help_with = () if memory.fits else remedies(request, config, where.chip, mesh, memory)
     notes = [f"planned with every key-value head on {copies} cores, which this library does not load"] if copies > 1 else []
@@ -142,7 +142,10 @@ def _expectations(request: PlanRequest, text, step: CompiledStep, load: Load, me
     slots = step.slots
     rows = step.graph.tokens or slots
     state_bytes = 2 if request.state_dtype == "bfloat16" else 4
-    kernels = Kernels(text, load, rows, request.dtype == "fp8", mesh.shards("heads"), state_bytes, mesh.chips)
+    kernels = Kernels(
+        text, load, rows, request.dtype == "fp8", mesh.shards("heads"), state_bytes, mesh.chips,
+        request.page_size, KV_DTYPES[request.kv_dtype],
+    )  # fmt: skip
     passes = kernels.experts.passes if kernels.experts and kernels.experts.pallas else None
     return Expectations(text, load, rows, slots, request.page_size, passes), kernels
 

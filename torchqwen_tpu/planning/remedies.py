@@ -40,7 +40,7 @@ def remedies(
         """None where the layout does not suit the model."""
         try:
             own = with_copies(config, key_value_copies(config, mesh))
-            sizes = sizes_of(own, mesh, changed.dtype == "fp8", changed.state_dtype, changed.page_size)
+            sizes = sizes_of(own, mesh, changed)
         except ValueError:
             return None
         return memory_of(sizes, (), changed, chip, mesh.ranks, limit_of(config.get_text_config())).left - beside
@@ -54,6 +54,8 @@ def remedies(
                 yield f"{change.input_len:,} + {change.output_len:,} tokens a sequence", change, mesh
         if request.state_dtype == "float32":
             yield "recurrent states in BF16", dataclasses.replace(request, state_dtype="bfloat16"), mesh
+        if request.kv_dtype == "bf16":
+            yield "KV pages in FP8", dataclasses.replace(request, kv_dtype="fp8"), mesh
         if request.dtype == "bf16":
             yield "FP8 weights", dataclasses.replace(request, dtype="fp8"), mesh
         for other in meshes(AUTO, mesh.chips, mesh.cores):

@@ -14,6 +14,8 @@ from torchqwen_tpu.planning.layouts import is_layout
 DTYPES = ("bf16", "fp8")
 SMALLEST_STEP = 64
 """Tokens of the smallest prefill step that is planned."""
+KV_DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
+"""What `RuntimeConfig` calls the dtypes of KV pages."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class PlanRequest:
             for all of them.
         dtype: of the weights, 'bf16' or 'fp8' (what the published FP8 checkpoints quantise, the rest and the activations BF16).
         state_dtype: of the recurrent states.
+        kv_dtype: of the KV pages, 'bf16' or 'fp8'.
         page_size: tokens a KV page.
         prefill_chunk: the most tokens a rank takes in one step.
 
@@ -44,6 +47,7 @@ class PlanRequest:
     layout: str = "dp"
     dtype: str = "bf16"
     state_dtype: str = RuntimeConfig.state_dtype
+    kv_dtype: str = "bf16"
     page_size: int = DEFAULT_PAGE_SIZE["TPU"]
     prefill_chunk: int = EngineConfig.token_budget
 
@@ -55,6 +59,8 @@ class PlanRequest:
             raise ValueError(f"layout must be dp, dp_tp, tp, one with its sizes such as dp4tp2, or auto, not {self.layout!r}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if self.kv_dtype not in KV_DTYPES:
+            raise ValueError(f"kv_dtype must be one of {', '.join(KV_DTYPES)}, not {self.kv_dtype!r}")
         RuntimeConfig(page_size=self.page_size, state_dtype=self.state_dtype)  # refuses what does not run
 
     @property
@@ -83,6 +89,7 @@ class Graph:
     key_value_copies: int
     weights: str
     state_dtype: str
+    kv_dtype: str
     page_size: int
     sequences: int
     tokens_per_sequence: int
@@ -104,6 +111,7 @@ def graphs(request: PlanRequest, config: Path, mesh: DeviceMesh, key_value_copie
     common = {
         "config": str(config), "topology": request.topology, "chips": mesh.chips, "cores": mesh.cores, "layout": mesh.layout,
         "key_value_copies": key_value_copies, "weights": request.dtype, "state_dtype": request.state_dtype,
-        "page_size": request.page_size, "sequences": request.concurrency, "tokens_per_sequence": request.total_len,
+        "kv_dtype": request.kv_dtype, "page_size": request.page_size, "sequences": request.concurrency,
+        "tokens_per_sequence": request.total_len,
     }  # fmt: skip
     return {"extend": Graph(**common, tokens=tokens), "decode": Graph(**common)}

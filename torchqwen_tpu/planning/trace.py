@@ -17,7 +17,7 @@ from torchqwen_tpu.ops import Operations
 from torchqwen_tpu.parallel.mesh import DeviceMesh
 from torchqwen_tpu.planning.arguments import DTYPE, Inputs, build_model, make_states
 from torchqwen_tpu.planning.layouts import with_copies
-from torchqwen_tpu.planning.request import Graph
+from torchqwen_tpu.planning.request import KV_DTYPES, Graph
 from torchqwen_tpu.runtime.penalties import penalty_header
 from torchqwen_tpu.runtime.shapes import DecodeShape, ExtendShape
 from torchqwen_tpu.runtime.step import Steps
@@ -45,8 +45,8 @@ def trace(config: PretrainedConfig, graph: Graph, implementations: dict[str, str
     mesh = DeviceMesh(graph.chips, graph.cores, graph.layout)
     inputs = Inputs(mesh, xla_builder.create_placeholder_tensor)
     runtime = RuntimeConfig(
-        page_size=graph.page_size, state_dtype=graph.state_dtype, scan_layers=True, decode_steps=graph.decode_steps,
-        implementations=implementations,
+        page_size=graph.page_size, state_dtype=graph.state_dtype, kv_dtype=KV_DTYPES[graph.kv_dtype], scan_layers=True,
+        decode_steps=graph.decode_steps, implementations=implementations,
     )  # fmt: skip
     with lowering_for("tpu"):
         model = build_model(with_copies(config, graph.key_value_copies), graph.weights == "fp8", inputs)

@@ -11,7 +11,7 @@ import torch_xla.core.xla_model as xm
 from torchqwen_tpu.batch import bucket
 from torchqwen_tpu.cache import CacheLayout, CacheShape
 from torchqwen_tpu.config import EngineConfig
-from torchqwen_tpu.ops import PAGES
+from torchqwen_tpu.ops import PAGED
 
 _CPU_MEMORY = 2**30
 _TPU_SHARE = 0.9
@@ -66,7 +66,7 @@ def _sizes(layout: CacheLayout) -> tuple[int, int]:
     for size, dtype, axes in layout.arrays(CacheShape(1, 1, layout.page_size)):
         shards = math.prod(layout.mesh.shards(axis) for axis in axes if axis)
         size = math.prod(size) * dtype.itemsize // shards
-        page, state = (page + size, state) if axes == PAGES else (page, state + size)
+        page, state = (page + size, state) if axes in PAGED else (page, state + size)
     return page, state
 
 

@@ -11,7 +11,7 @@ import torch
 
 from torchqwen_tpu.batch import Header, place_header
 from torchqwen_tpu.cache import CacheLayout, CacheShape
-from torchqwen_tpu.ops import PAGES, Operations
+from torchqwen_tpu.ops import PAGED, Operations
 from torchqwen_tpu.runtime.graph import CompiledGraph
 from torchqwen_tpu.runtime.scheduler import Move
 
@@ -39,9 +39,9 @@ class StateStores:
     def __init__(self, layout: CacheLayout, ops: Operations, shape: CacheShape, checkpoints: int):
         self._mesh, self._ops, self._rows = layout.mesh, ops, shape.rows
         kinds = [axes for _, _, axes in layout.arrays(shape)]
-        self._recurrent = [(place, axes) for place, axes in enumerate(kinds) if axes != PAGES]
+        self._recurrent = [(place, axes) for place, axes in enumerate(kinds) if axes not in PAGED]
         states = layout.allocate(shape)
-        self._pages = {place: states[place] for place, axes in enumerate(kinds) if axes == PAGES}
+        self._pages = {place: states[place] for place, axes in enumerate(kinds) if axes in PAGED}
         self._stores = {SLOTS: self._recurrent_of(states)}
         self.paths = [(SLOTS, SLOTS)]
         if checkpoints:
