@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import subprocess
 import sys
@@ -26,7 +27,7 @@ def _lines(text: str) -> list[str]:
 
 def test_every_example_is_run():
     names = {file.stem for file in EXAMPLES.glob("*.py")}
-    assert names == {"generate", "chat", "batch_two_turns", "spmd_eight_devices", "score"}
+    assert names == {"generate", "chat", "batch_two_turns", "spmd_eight_devices", "score", "inspect_next_line"}
 
 
 @pytest.mark.parametrize(
@@ -39,10 +40,13 @@ def test_every_example_is_run():
         pytest.param(["spmd_eight_devices.py", "dp_tp"], marks=pytest.mark.spmd),
         ["spmd_eight_devices.py", "one"],
         ["score.py"],
+        pytest.param(["inspect_next_line.py"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
 def test_output_is_as_documented(command):
+    if command[0] == "inspect_next_line.py" and importlib.util.find_spec("inspect_ai") is None:
+        pytest.skip("inspect-ai is not installed")
     # The number of virtual devices may be left over from another test of this process.
     environment = {name: value for name, value in os.environ.items() if name != "CPU_NUM_DEVICES"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
