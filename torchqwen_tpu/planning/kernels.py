@@ -153,9 +153,10 @@ class Kernels:
             load, rows, config.linear_num_value_heads // head_shards, _channels(config) // head_shards,
             config.linear_key_head_dim, config.linear_value_head_dim, config.linear_conv_kernel_dim, state_bytes,
         )  # fmt: skip
+        pages = -(-max(load.context, load.prefill_context + load.prefill) // page_size) + 1
         attention = AttentionShape(
             config.num_attention_heads // head_shards, config.num_key_value_heads // head_shards, config.head_dim,
-            page_size, load.decoding + load.sequences, -(-load.context // page_size) + 1, "bfloat16", kv_dtype,
+            page_size, load.decoding + load.sequences, int(pages), "bfloat16", kv_dtype,
         )  # fmt: skip
         self._attention = AttentionWork(
             attention, rows, load.decoding, load.context, load.sequences, load.prefill, load.prefill_context
