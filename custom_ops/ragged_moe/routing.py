@@ -23,8 +23,8 @@ def route(router_logits, valid, *, top_k: int):
 
 
 def _largest(share, *, count: int):
-    """`lax.top_k` of what is not negative, by striking out the largest `count` times. XLA for TPU sorts whole rows instead, which
-    compiles for a minute where there are thousands."""
+    """`lax.top_k` of what is not negative, by striking out the largest `count` times. XLA for TPU sorts whole rows instead,
+    which compiles for a minute where there are thousands."""
     number, chosen = lax.broadcasted_iota(jnp.int32, share.shape, 1), []
     for _ in range(count):
         first = jnp.argmax(share, axis=1).astype(jnp.int32)[:, None]

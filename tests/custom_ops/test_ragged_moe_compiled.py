@@ -44,8 +44,9 @@ def compiled(
 ) -> jax.stages.Compiled:
     """real: with the kernels that the layer has on a TPU."""
     layer = functools.partial(
-        implementation("ragged_moe", "tpu") if real else with_experts(experts), top_k=TOP_K, token_axes=token_axes, expert_axes=AXES, wire="float8_e4m3fn", sum_dtype="bfloat16",
-        micro_batches=micro_batches, reduce_scatter=implementation("reduce_scatter", "tpu"),
+        implementation("ragged_moe", "tpu") if real else with_experts(experts), top_k=TOP_K, token_axes=token_axes,
+        expert_axes=AXES, wire="float8_e4m3fn", sum_dtype="bfloat16", micro_batches=micro_batches,
+        reduce_scatter=implementation("reduce_scatter", "tpu"),
     )  # fmt: skip
     mesh = device_mesh(AbstractMesh((4, 2), AXES))
     rows, split = PartitionSpec(token_axes or None), PartitionSpec(AXES)
