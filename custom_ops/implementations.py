@@ -9,10 +9,11 @@ from custom_ops.gated_delta_net import pallas_tpu as gated_delta_net_pallas
 from custom_ops.gated_delta_net import reference as gated_delta_net_reference
 from custom_ops.gated_delta_net import xla as gated_delta_net_xla
 from custom_ops.ragged_moe import pallas_plan as ragged_moe_plan
+from custom_ops.ragged_moe import pallas_send as ragged_moe_send
 from custom_ops.ragged_moe import pallas_tpu as ragged_moe_pallas
 from custom_ops.ragged_moe import reference as ragged_moe_reference
 from custom_ops.ragged_moe import xla as ragged_moe_xla
-from custom_ops.ragged_moe.layer import with_experts
+from custom_ops.ragged_moe.layer import with_experts, with_packed_experts
 from custom_ops.ragged_paged_attention import pallas_layout as attention_layout
 from custom_ops.ragged_paged_attention import pallas_tpu as attention_pallas
 from custom_ops.ragged_paged_attention import reference as attention_reference
@@ -30,7 +31,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Callable]] = {
     "ragged_moe": {
         "reference": with_experts(ragged_moe_reference.experts),
         "xla": with_experts(ragged_moe_xla.experts),
-        "pallas_tpu": with_experts(ragged_moe_pallas.experts, wide_rows=True),
+        "pallas_tpu": with_packed_experts(ragged_moe_send.send, ragged_moe_pallas.experts_of_packed),
     },
     "ragged_paged_attention": {
         "reference": attention_reference.ragged_paged_attention,

@@ -92,12 +92,12 @@ def _chunk_flops(tokens: int) -> int:
     return tokens // CHUNK * (SHAPE.key_heads * by_key_head + SHAPE.value_heads * by_value_head)
 
 
-def _unknown(count: int, loop: Loop) -> int | None:
+def _unknown(count: int, kernel: str, loop: Loop) -> int | None:
     """The loop over tiles is the one whose bound is known only when the kernel runs."""
     return count if loop.steps is None else None
 
 
-def _decode_trips(loop: Loop) -> int | None:
+def _decode_trips(kernel: str, loop: Loop) -> int | None:
     """No sequence is new, so the short loops that zero a state, head by head, or a tile's windows are not entered."""
     return 0 if loop.steps in (SHAPE.value_heads, TILE) and not loop.inner else None
 

@@ -34,15 +34,14 @@ Routing is a float32 softmax over all experts, the top_k largest, divided by the
 logits or row hold a value that is not finite gets NaN throughout, and no other token does: it is never routed as if nothing
 had happened.
 
-Routing and communication are in `layer.py`; implementations differ in the local experts alone, functions with this
-signature (R rows of all devices):
+Communication is in `layer.py`; implementations differ in the local experts, functions with this signature (R rows of all
+devices). On TPU the kernels around the all-gather also route and pack the tokens, and open them (`layer.with_packed_experts`).
 
     experts(rows, expert, weight, gate_up, down, gate_up_scale=None, down_scale=None, *, num_experts, row_scale=None,
             layer=None)
         -> partial
 
-    rows             [R, hidden size], in the dtype of hidden or in FP8; further columns may follow where the implementation is
-                     declared to leave them alone (`layer.with_experts`)
+    rows             [R, hidden size], in the dtype of hidden or in FP8
     row_scale        [R] float32, what FP8 rows are multiplied by; a row's may be NaN, and its result then is
     expert           [R, top_k] int32, local number of each of a row's experts; the count of local experts or more where
                      the expert is another device's, or the row is no token

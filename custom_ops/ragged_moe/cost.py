@@ -77,10 +77,16 @@ def experts_bound(shape: MoeShape) -> float:
 
 
 def layer_time(shape: MoeShape, micro_batches: int) -> float:
-    """Seconds of dispatch, experts and combine: the all-gather of a micro-batch is hidden behind the experts of the one
-    before (XLA leaves it to the SparseCore), the reduce-scatter, a kernel of the core itself, behind nothing."""
+    """Seconds of dispatch, experts and combine, the experts as fast as their bound."""
     part = dataclasses.replace(shape, tokens=shape.tokens // micro_batches)
-    gather, experts, scatter = all_gather_time(part), experts_bound(part), reduce_scatter_time(part)
+    return pipelined_time(part, micro_batches, experts_bound(part))
+
+
+def pipelined_time(part: MoeShape, micro_batches: int, experts: float) -> float:
+    """Seconds of so many micro-batches of the shape `part`, whose experts take `experts` seconds each: the all-gather of one is
+    hidden behind the experts of the one before (XLA leaves it to the SparseCore), the reduce-scatter, a kernel of the core
+    itself, behind nothing."""
+    gather, scatter = all_gather_time(part), reduce_scatter_time(part)
     return gather + micro_batches * (experts + scatter) + (micro_batches - 1) * max(0.0, gather - experts)
 
 

@@ -12,10 +12,13 @@ from custom_ops.ragged_moe.wire import Tokens, pack, unpack
 from custom_ops.reduce_scatter import ReduceScatterShape
 
 
-def dispatch(tokens: Tokens, token_axes: tuple[str, ...]) -> Tokens | jax.Array:
+def dispatch(tokens: Tokens | jax.Array, token_axes: tuple[str, ...]) -> Tokens | jax.Array:
     """Tokens of all devices, in the order of the devices, by one all-gather: packed, for `arrived` to take apart. Without token
     axes they are whole already."""
-    return lax.all_gather(pack(tokens), token_axes, axis=0, tiled=True) if token_axes else tokens
+    if not token_axes:
+        return tokens
+    packed = pack(tokens) if isinstance(tokens, Tokens) else tokens
+    return lax.all_gather(packed, token_axes, axis=0, tiled=True)
 
 
 def arrived(dispatched: Tokens | jax.Array, *, hidden: int, top_k: int) -> Tokens:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -15,48 +16,41 @@ from custom_ops.ragged_moe.wire import Tokens, check_experts, to_wire
 from custom_ops.reduce_scatter import xla as reduce_scatter_xla
 
 
-def with_experts(experts: Callable, wide_rows: bool = False) -> Callable:
-    """The operation `ragged_moe` (see `custom_ops.ragged_moe`) whose local experts are computed by `experts`.
+def with_experts(experts: Callable) -> Callable:
+    """The operation `ragged_moe` (see `custom_ops.ragged_moe`) whose local experts are computed by `experts`."""
+    return functools.partial(_ragged_moe, _send, functools.partial(_local_experts, experts))
 
-    wide_rows: it takes rows with more columns than the hidden size and does not read those, which saves a pass over all rows
-        that have travelled.
-    """
-    return functools.partial(_ragged_moe, experts, wide_rows)
+
+def with_packed_experts(send: Callable, experts: Callable) -> Callable:
+    """The same of functions that handle tokens in the form in which they travel, `pallas_send.send` and
+    `pallas_tpu.experts_of_packed`: no pass over all rows packs or opens them."""
+    return functools.partial(_ragged_moe, send, experts)
 
 
 def _ragged_moe(
-    experts, wide_rows, hidden, router_logits, valid, gate_up, down, gate_up_scale=None, down_scale=None, *,
+    send, experts, hidden, router_logits, valid, gate_up, down, gate_up_scale=None, down_scale=None, *,
     top_k, token_axes=(), expert_axes=(), round_weights=False, wire=None, sum_dtype="float32", micro_batches=1,
-    reduce_scatter=reduce_scatter_xla.reduce_scatter, layer=None, **options,
+    reduce_scatter=reduce_scatter_xla.reduce_scatter, layer=None, interpret=None,
 ):  # fmt: skip
     wire = jnp.dtype(wire or hidden.dtype)
     if micro_batches is None:
         micro_batches = _micro_batches(hidden, router_logits, gate_up, top_k, token_axes, expert_axes, wire)
     _check(hidden, router_logits, gate_up, top_k, expert_axes, micro_batches)
+    options = {} if interpret is None else {"interpret": interpret}
+    tokens = send(hidden, router_logits, valid, top_k=top_k, round_weights=round_weights, wire=wire, **options)
     if gate_up_scale is not None:
         options |= {"gate_up_scale": gate_up_scale, "down_scale": down_scale}
     if layer is not None:
         options["layer"] = layer
-    own = gate_up.shape[-3]
-    expert, weight = route(router_logits, valid, top_k=top_k)
-    if round_weights:
-        weight = weight.astype(hidden.dtype).astype(jnp.float32)
-    tokens = Tokens(*to_wire(hidden, wire), expert, weight)
-
-    def local_experts(dispatched):
-        rows, row_scale, expert, weight = arrived(dispatched, hidden=hidden.shape[1], top_k=top_k)
-        rows = rows if wide_rows else rows[:, : hidden.shape[1]]
-        if row_scale is None:
-            rows = rows.astype(hidden.dtype)
-        local = expert - first_local_expert(own, expert_axes)
-        local = jnp.where((local >= 0) & (local < own), local, own)
-        scaled = {} if row_scale is None else {"row_scale": row_scale}
-        return experts(rows, local, weight, gate_up, down, num_experts=router_logits.shape[-1], **scaled, **options)
+    local_experts = functools.partial(
+        experts, first_expert=first_local_expert(gate_up.shape[-3], expert_axes), top_k=top_k,
+        num_experts=router_logits.shape[-1], dtype=hidden.dtype, **options,
+    )  # fmt: skip
 
     results = []
     batches = [dispatch(_part(tokens, number, micro_batches), token_axes) for number in range(micro_batches)]
     for number in range(micro_batches):
-        partial = local_experts(batches[number])
+        partial = local_experts(batches[number], gate_up, down)
         if number + 1 < micro_batches:
             # The next batch is opened only after these experts, or XLA waits for it before them.
             partial, batches[number + 1] = lax.optimization_barrier((partial, batches[number + 1]))
@@ -64,10 +58,33 @@ def _ragged_moe(
     return (results[0] if micro_batches == 1 else jnp.concatenate(results)).astype(hidden.dtype)
 
 
-def _part(tokens: Tokens, number: int, parts: int) -> Tokens:
+def _send(hidden, router_logits, valid, *, top_k: int, round_weights: bool, wire):
+    expert, weight = route(router_logits, valid, top_k=top_k)
+    if round_weights:
+        weight = weight.astype(hidden.dtype).astype(jnp.float32)
+    return Tokens(*to_wire(hidden, wire), expert, weight)
+
+
+def _local_experts(experts, dispatched, gate_up, down, *, first_expert, top_k: int, dtype, **options):
+    own, hidden = gate_up.shape[-3], down.shape[-2]
+    rows, row_scale, expert, weight = arrived(dispatched, hidden=hidden, top_k=top_k)
+    local = expert - first_expert
+    local = jnp.where((local >= 0) & (local < own), local, own)
+    if row_scale is None:
+        rows = rows.astype(dtype)
+    else:
+        options["row_scale"] = row_scale
+    return experts(rows[:, :hidden], local, weight, gate_up, down, **options)
+
+
+def _part(tokens, number: int, parts: int):
     """One of `parts` runs of equally many rows."""
-    size = tokens.rows.shape[0] // parts
-    return Tokens(*(None if array is None else array[number * size : (number + 1) * size] for array in tokens))
+
+    def of_array(array):
+        size = len(array) // parts
+        return array[number * size : (number + 1) * size]
+
+    return jax.tree.map(of_array, tokens)
 
 
 def _micro_batches(hidden, router_logits, gate_up, top_k: int, token_axes, expert_axes, wire) -> int:

@@ -37,6 +37,8 @@ START, WAIT = "start", "wait"
 DOWN_COLUMNS = 1024
 """Columns of the second product that are summed at once."""
 VMEM_BYTES = 62 * 2**20
+USED = ("totals", "expert", "item_expert", "item_start", "item_rows", "item_first", "item_last", "token", "place")
+"""What of `Work` this kernel reads; the rest is for those before and after it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +79,6 @@ class _Kernel:
         def start_row(row):
             pair = start + row
             pltpu.make_async_copy(self.row(self.operands.rows, self.work.token[pair]), self.row(buffer, row), semaphore).start()
-            weight = jnp.full((1, LANES), self.work.weight[pair], jnp.float32)
-            self.scratch.weight[half, pl.ds(row, 1), :] = weight
 
         self.each_row(item, start_row, buffer, semaphore, act)
 
@@ -164,7 +164,7 @@ class _Kernel:
         if self.scales == "block":
             self.scale_blocks(expert, part, slot)
             gate_up, down = self.scratch.scaled_gate_up, self.scratch.scaled_down
-        self.activate(item, expert, part, gate_up)
+        self.activate(expert, part, gate_up)
         hidden, activated = self.plan.shape.hidden, self.scratch.activated[...]
         for first in range(0, hidden, DOWN_COLUMNS):
             columns = pl.ds(first, min(DOWN_COLUMNS, hidden - first))
@@ -179,17 +179,16 @@ class _Kernel:
         def _():
             self.load_chunk(number + self.plan.slots, START)
 
-    def activate(self, item, expert, part, gate_up) -> None:
-        """SiLU(gate) * up of a chunk's columns, times the router's weight."""
+    def activate(self, expert, part, gate_up) -> None:
+        """SiLU(gate) * up of a chunk's columns."""
         rows = self.scratch.matrix[...]
         gate, up = (self.product(rows, gate_up[half]) for half in range(2))
-        weight = self.scratch.weight[item & 1]
         for first in range(0, self.plan.chunk, LANES):
             parts = [value[:, first : first + LANES] for value in (gate, up)]
             if self.scales == "channel":
                 for half in range(2):
                     parts[half] *= self.operands.gate_up_scale[expert, half, part, :, pl.ds(first, LANES)]
-            activated = parts[0] / (1 + jnp.exp(-parts[0])) * parts[1] * weight
+            activated = parts[0] / (1 + jnp.exp(-parts[0])) * parts[1]
             self.scratch.activated[:, pl.ds(first, LANES)] = activated.astype(jnp.bfloat16)
 
     def product(self, rows, weights):
@@ -226,7 +225,7 @@ class _Kernel:
 def results_of_pairs(
     words, work: Work, layer, gate_up, down, gate_up_scale, down_scale, plan: Plan, *, spare: int, interpret: bool
 ):
-    """Every pair's result times the router's weight, at the pair's place.
+    """Every pair's result, at the pair's place.
 
     Args:
         words: the rows, by `pallas_rows.pack`.
@@ -238,7 +237,7 @@ def results_of_pairs(
     """
     scratch = declare(plan, gate_up.dtype)
     used = [name for name, part in scratch._asdict().items() if part is not None]
-    *scalars, _ = work  # where rows start is for who adds the results up
+    scalars = [getattr(work, name) for name in USED]
     scalars.append(jnp.reshape(layer, 1))
     arrays, in_hbm = [words, gate_up, down], pl.BlockSpec(memory_space=pl.ANY)
     specs = [in_hbm] * len(arrays)
@@ -256,10 +255,11 @@ def results_of_pairs(
         scalar_refs, refs = refs[: len(scalars)], refs[len(scalars) :]
         array_refs, (results, *buffers) = refs[: len(arrays)], refs[len(arrays) :]
         scales = scalar_refs[-2:] if by_block else array_refs[3:] if by_channel else (None, None)
-        *work_refs, layer = scalar_refs[: len(Work._fields)]
+        *work_refs, layer = scalar_refs[: len(USED) + 1]
         operands = Operands(layer, *array_refs[:3], *scales, results)
+        work = Work(**dict.fromkeys(Work._fields) | dict(zip(USED, work_refs, strict=True)))
         parts = dict.fromkeys(Scratch._fields) | dict(zip(used, buffers, strict=True))
-        _Kernel(plan, Work(*work_refs, None), operands, Scratch(**parts), interpret).run()
+        _Kernel(plan, work, operands, Scratch(**parts), interpret).run()
 
     return pl.pallas_call(
         kernel,

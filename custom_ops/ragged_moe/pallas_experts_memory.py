@@ -26,7 +26,6 @@ class Scratch(NamedTuple):
     """References to what the kernel keeps; `declare` makes room for it."""
 
     rows_in: Any  # [2, tile * pitch, 128] words, of this item and the next
-    weight: Any  # [2, tile, 128] the router's weight of each, over all lanes
     matrix: Any  # [tile, hidden] BF16
     gate_up: Any  # [slots, 2, chunk, hidden]
     down: Any  # [slots, hidden, chunk]
@@ -47,7 +46,6 @@ def declare(plan: Plan, weight_dtype) -> Scratch:
     by_block = shape.scales == "block"
     return Scratch(
         rows_in=words,
-        weight=pltpu.VMEM((2, tile, LANES), jnp.float32),
         matrix=pltpu.VMEM((tile, shape.hidden), jnp.bfloat16),
         gate_up=pltpu.VMEM((slots, 2, size, shape.hidden), weight_dtype),
         down=pltpu.VMEM((slots, shape.hidden, size), weight_dtype),

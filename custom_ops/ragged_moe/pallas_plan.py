@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from custom_ops.ragged_moe.quantized import BLOCK
+from custom_ops.ragged_moe.wire import FP8, Digits
 
 LANES = 128
 SUBLANES = 8
@@ -127,11 +128,12 @@ class Plan:
 
 
 def supports(shape: ExpertsShape) -> bool:
-    """Whether the kernels take these sizes: whole tiles of 128 columns (two for a row) and an expert that fits into VMEM,
-    weights in BF16 or FP8."""
+    """Whether the kernels take these sizes: whole tiles of 128 columns (two for a row, and what travels behind it)
+    and an expert that fits into VMEM, weights in BF16 or FP8."""
     return (
         shape.hidden % (2 * LANES) == 0
         and shape.width % LANES == 0
+        and Digits.of(FP8, shape.top_k).columns <= 2 * LANES
         and shape.weight_dtype == ("bfloat16" if shape.scales == "none" else "float8_e4m3fn")
         and _chunk(shape) is not None
         and (shape.scales != "block" or shape.experts * shape.weight_bytes // BLOCK**2 * 4 <= SCALAR_BYTES)

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from custom_ops.ragged_moe.pallas_plan import LANES, SUBLANES
+from custom_ops.ragged_moe.wire import FP8, Digits
 
 BLOCK_ROWS = 128
 
@@ -41,33 +42,54 @@ def column(word: int, rows: int, pitch: int):
     return pl.ds(word, rows, stride=pitch)
 
 
-def pack(rows, scale, *, hidden: int, interpret: bool):
-    """[rows, hidden or more] of any type, and the scale of each or None → words [rows * pitch, 128] uint32.
+def receive(packed, *, hidden: int, top_k: int, interpret: bool):
+    """Tokens as they have travelled (see `wire`) → their rows as words [T * pitch, 128] uint32, and what travelled with them:
+    [words of a token, in whole tiles of 8; T, in whole tiles of 128] int32, undefined where there is no token."""
+    tokens, form = packed.shape[0], Digits.of(packed.dtype, top_k)
+    pitch, size, blocks = pitch_of(hidden), min(tokens, BLOCK_ROWS), -(-tokens // BLOCK_ROWS)
+    columns = -(-form.columns // LANES) * LANES
+    if hidden % columns:
+        raise ValueError(f"rows of {hidden} columns with {top_k} experts each: the columns behind them do not begin a block")
 
-    Columns after `hidden` are not read.
-    """
-    count = rows.shape[0]
-    pitch, size = pitch_of(hidden), min(count, BLOCK_ROWS)
-    scales = [] if scale is None else [scale[:, None]]
-
-    def kernel(*refs):
-        source, *scale, target = refs
+    def kernel(source, behind, target, routing):
+        words = _words(behind[...].astype(jnp.float32), form)
+        routing[...] = words
+        if packed.dtype == FP8:
+            scale = lax.bitcast_convert_type(words[form.words - 1 : form.words], jnp.float32)
+            scale = jnp.broadcast_to(scale, (SUBLANES, LANES)).T[:size, :1]
         for word in range(hidden // (2 * LANES)):
             halves = [source[:, pl.ds((2 * word + half) * LANES, LANES)].astype(jnp.float32) for half in range(2)]
-            if scale:
-                halves = [half * scale[0][...] for half in halves]
+            if packed.dtype == FP8:
+                halves = [half * scale for half in halves]
             target[column(word, size, pitch), :] = to_words(*halves)
 
+    height = -(-form.words // SUBLANES) * SUBLANES
     return pl.pallas_call(
         kernel,
-        name="ragged_moe_pack",
-        grid=(-(-count // size),),
+        name="ragged_moe_receive",
+        grid=(blocks,),
         in_specs=[
             pl.BlockSpec((size, hidden), lambda block: (block, 0)),
-            *(pl.BlockSpec((size, 1), lambda block: (block, 0)) for _ in scales),
+            pl.BlockSpec((size, columns), lambda block: (block, hidden // columns)),
         ],
-        out_specs=pl.BlockSpec((size * pitch, LANES), lambda block: (block, 0)),
-        out_shape=jax.ShapeDtypeStruct((count * pitch, LANES), jnp.uint32),
+        out_specs=[
+            pl.BlockSpec((size * pitch, LANES), lambda block: (block, 0)),
+            pl.BlockSpec((height, LANES), lambda block: (0, block)),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((tokens * pitch, LANES), jnp.uint32),
+            jax.ShapeDtypeStruct((height, blocks * LANES), jnp.int32),
+        ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         interpret=interpret,
-    )(rows, *scales)
+    )(packed, packed)
+
+
+def _words(digits, form: Digits):
+    """Digits [tokens, columns] float32 → words [in whole tiles of 8, 128] int32, tokens along the lanes."""
+    if len(digits) < LANES:
+        digits = jnp.concatenate([digits, jnp.zeros((LANES - len(digits), digits.shape[1]), jnp.float32)])
+    digits = digits.T.astype(jnp.int32)
+    words = sum(digits[number * form.words : (number + 1) * form.words] << number * form.bits for number in range(form.count))
+    pad = -form.words % SUBLANES
+    return jnp.concatenate([words, jnp.zeros((pad, LANES), jnp.int32)]) if pad else words

@@ -1,27 +1,32 @@
-"""What `python -m custom_ops.schedule` compiles: the local experts of one core in 397B's layer on eight cores (64 of 512
-experts, FP8 with a scale for each output channel, tokens of all cores in FP8), for steps of 64 to 8,192 tokens.
+"""What `python -m custom_ops.schedule` compiles: the kernels of one core in 397B's layer on eight cores (64 of 512 experts, FP8
+with a scale for each output channel, tokens of all cores in FP8), for steps of 64 to 8,192 tokens.
 
 Routing is even and independent: the counts of experts, tiles and pairs are expectations. The published times (see `PUBLISHED`)
-are of the whole layer on the device, communication included; these are of the local experts alone.
+are of the whole layer on the device, communication included; so are those of `report`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import math
+from collections.abc import Sequence
 
 import jax
 
-from custom_ops.ragged_moe.pallas_combine import BLOCK_ROWS, PIECE
-from custom_ops.ragged_moe.pallas_plan import GROUP, ExpertsShape, plan, tiles_of_an_expert
-from custom_ops.schedule.bundles import Loop
+from custom_ops.ragged_moe.cost import MICRO_BATCHES, MoeShape, all_gather_time, pipelined_time, reduce_scatter_time
+from custom_ops.ragged_moe.load import ExpertsLoad
+from custom_ops.ragged_moe.pallas_plan import ExpertsShape
+from custom_ops.ragged_moe.wire import FP8, columns
+from custom_ops.reduce_scatter import ReduceScatterShape
+from custom_ops.reduce_scatter.cost import STATEMENT as LINKS
+from custom_ops.reduce_scatter.cost import xla_time
 from custom_ops.schedule.cases import Case, Program
+from custom_ops.schedule.model import CLOCK, HBM_BYTES_PER_SECOND, Row
 
 HIDDEN, WIDTH, EXPERTS, LOCAL, TOP_K = 4096, 1024, 512, 64, 10
+CHIPS, CORES = 4, 2
 PUBLISHED = {64: (232, 202), 512: (485, 436), 1024: (753, 547), 2048: (1635, 635), 4096: (1461, 898), 8192: (2086, 1402)}
 """Microseconds of tpu-inference's layer by tokens of a step: in production, and the best known."""
-LONG_LOOP = 600
-"""Bundles: the loop over pieces of results has more, those over rows fewer."""
 
 
 def shape_of(tokens: int) -> ExpertsShape:
@@ -29,14 +34,20 @@ def shape_of(tokens: int) -> ExpertsShape:
 
 
 def _build(tokens: int) -> Program:
-    from custom_ops.ragged_moe.pallas_tpu import experts
+    """All that a core does in a layer but communicate: its own tokens sent, and those of all cores through its experts."""
+    from custom_ops.ragged_moe.pallas_send import send
+    from custom_ops.ragged_moe.pallas_tpu import experts_of_packed
 
-    def function(rows, row_scale, expert, weight, *weights):
-        return experts(rows, expert, weight, *weights, num_experts=EXPERTS, row_scale=row_scale)
+    def function(hidden, logits, valid, packed, *weights):
+        sent = send(hidden, logits, valid, top_k=TOP_K, round_weights=False, wire=FP8)
+        results = experts_of_packed(packed, *weights, first_expert=0, top_k=TOP_K, num_experts=EXPERTS, dtype=hidden.dtype)
+        return sent, results
 
+    own = tokens // (CHIPS * CORES)
     arrays = (
-        ((tokens, HIDDEN), "float8_e4m3fn"), ((tokens,), "float32"), ((tokens, TOP_K), "int32"), ((tokens, TOP_K), "float32"),
-        ((LOCAL, 2 * WIDTH, HIDDEN), "float8_e4m3fn"), ((LOCAL, HIDDEN, WIDTH), "float8_e4m3fn"),
+        ((own, HIDDEN), "bfloat16"), ((own, EXPERTS), "float32"), ((own,), "bool"),
+        ((tokens, columns(FP8, hidden=HIDDEN, top_k=TOP_K)), FP8.name),
+        ((LOCAL, 2 * WIDTH, HIDDEN), FP8.name), ((LOCAL, HIDDEN, WIDTH), FP8.name),
         ((LOCAL, 2 * WIDTH), "float32"), ((LOCAL, HIDDEN), "float32"),
     )  # fmt: skip
     return Program(function, tuple(jax.ShapeDtypeStruct(*array) for array in arrays))
@@ -44,42 +55,61 @@ def _build(tokens: int) -> Program:
 
 def hit_experts(tokens: int) -> float:
     """Local experts that have a token."""
-    return LOCAL * (1 - (1 - TOP_K / EXPERTS) ** tokens)
-
-
-def _weight_bytes(tokens: int) -> float:
-    return hit_experts(tokens) * (shape_of(tokens).weight_bytes + 4 * (2 * WIDTH + HIDDEN))
+    return ExpertsLoad(shape_of(tokens), tokens).hit
 
 
 def least_bytes(tokens: int) -> int:
     """The experts that are hit and all rows read, a sum for each row written in BF16."""
-    return round(_weight_bytes(tokens) + 3 * tokens * HIDDEN)
-
-
-def moved_bytes(tokens: int) -> int:
-    """Those, rows written as words, and for each pair its row read, its result written and read."""
-    return round(least_bytes(tokens) + 2 * HIDDEN * (tokens + 3 * shape_of(tokens).mean_pairs))
-
-
-def _trips(tokens: int, loop: Loop) -> int | None:
-    """The loops whose bounds are known only when the kernels run: over items, over groups of an item's rows, over pieces."""
-    if loop.steps is not None:
-        return None
-    shape = shape_of(tokens)
-    items = math.ceil(LOCAL * tiles_of_an_expert(shape, plan(shape).tile))
-    if loop.inner:
-        return items
-    if loop.own > LONG_LOOP:
-        return math.ceil(shape.mean_pairs / math.ceil(tokens / BLOCK_ROWS) / PIECE + 0.5 * (tokens > BLOCK_ROWS))
-    return math.ceil(LOCAL * tiles_of_an_expert(shape, GROUP) / items)
+    weights = hit_experts(tokens) * (shape_of(tokens).weight_bytes + 4 * (2 * WIDTH + HIDDEN))
+    return round(weights + 3 * tokens * HIDDEN)
 
 
 def _case(tokens: int, production: int, best: int) -> Case:
-    name = f"{tokens} tokens (published layer {production} / {best} µs)"
-    flops = round(6 * HIDDEN * WIDTH * shape_of(tokens).mean_pairs)
-    trips = functools.partial(_trips, tokens)
-    build = functools.partial(_build, tokens)
-    return Case(name, "pallas_tpu", build, "ragged_moe", least_bytes(tokens), flops, trips, moved_bytes(tokens))
+    load = ExpertsLoad(shape_of(tokens), tokens)
+    return Case(
+        name=f"{tokens} tokens (published layer {production} / {best} µs)",
+        implementation="pallas_tpu",
+        build=functools.partial(_build, tokens),
+        kernel="ragged_moe",
+        hbm_bytes=least_bytes(tokens),
+        matrix_flops=round(6 * HIDDEN * WIDTH * shape_of(tokens).mean_pairs),
+        trips=load.turns,
+        kernel_bytes=load.bytes,
+    )
 
 
 CASES = [_case(tokens, *published) for tokens, published in PUBLISHED.items()]
+
+
+def report(rows: Sequence[Row]) -> str:
+    """The layer of each step that was measured, communication and XLA's own work included, in microseconds."""
+    measured = {int(row.case.split()[0]): row for row in rows}
+    shape = MoeShape(CHIPS, CORES, 0, HIDDEN, EXPERTS, TOP_K, WIDTH, FP8.name, FP8.name)
+    lines = [
+        "tokens  all-gather  kernels  XLA  reduce-scatter  psum_scatter  micro-batches   layer    published  byte bound  share"
+    ]
+    for tokens, row in measured.items():
+        choices = []
+        for parts in MICRO_BATCHES:
+            part, size = measured.get(tokens // parts), dataclasses.replace(shape, tokens=tokens // parts)
+            if part is not None and tokens % parts == 0:
+                local = 1e-6 * part.time + part.xla_cycles / CLOCK
+                choices.append((pipelined_time(size, parts, local), parts))
+        layer, parts = min(choices)
+        whole = dataclasses.replace(shape, tokens=tokens)
+        flat = xla_time(ReduceScatterShape(CHIPS, CORES, tokens, HIDDEN, "bfloat16"))
+        times = (all_gather_time(whole), row.xla_cycles / CLOCK, reduce_scatter_time(whole), flat, layer)
+        gather, rest, scatter, flat, layer = (1e6 * time for time in times)
+        bound = 1e6 * least_bytes(tokens) / HBM_BYTES_PER_SECOND
+        production, best = PUBLISHED[tokens]
+        lines.append(
+            f"{tokens:6,}  {gather:10.1f}  {row.time:7.1f}  {rest:3.0f}  {scatter:14.1f}  {flat:12.1f}  {parts:13}  "
+            f"{layer:6.1f}  {production:4} / {best:4}  {bound:10.1f}  {bound / layer:5.0%}"
+        )
+    notes = (
+        "A layer of 397B on one machine of four chips, modelled, in µs: parts of a whole step, then the layer in as many "
+        "micro-batches as are best. An all-gather is hidden behind the experts of the micro-batch before, a reduce-scatter "
+        "behind nothing; psum_scatter is what XLA's would take. Share: of the byte bound in the layer. Published: "
+        "tpu-inference, in production / best known."
+    )
+    return "\n".join([notes, LINKS, "", *lines])

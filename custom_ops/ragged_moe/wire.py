@@ -18,7 +18,36 @@ from custom_ops.ragged_moe.quantized import quantize_rows
 FP8 = jnp.dtype("float8_e4m3fn")
 _DIGIT_BITS = {1: 4, 2: 8, 4: 16}
 """Bits of an integer that a floating-point number of so many bytes holds exactly."""
-_ID_BITS = 16
+ID_BITS = 16
+
+
+class Digits(NamedTuple):
+    """How the columns behind a row hold 32-bit words: the lowest digit of every word, then the next digits.
+
+    The words are the weights, two experts each (the first half of a row's experts below, the others above), and the scale of
+    an FP8 row.
+
+    Attributes:
+        bits: of a digit.
+        words: of a token.
+    """
+
+    bits: int
+    words: int
+
+    @classmethod
+    def of(cls, dtype, top_k: int) -> Digits:
+        """For rows of this dtype."""
+        return cls(_DIGIT_BITS[dtype.itemsize], top_k + (top_k + 1) // 2 + (dtype == FP8))
+
+    @property
+    def count(self) -> int:
+        """Digits of a word."""
+        return 32 // self.bits
+
+    @property
+    def columns(self) -> int:
+        return self.count * self.words
 
 
 class Tokens(NamedTuple):
@@ -39,37 +68,32 @@ def pack(tokens: Tokens) -> jax.Array:
     """[T, `columns`] in the dtype of the rows."""
     dtype, top_k = tokens.rows.dtype, tokens.expert.shape[1]
     low, high = jnp.split(jnp.pad(tokens.expert.astype(jnp.uint32), ((0, 0), (0, top_k % 2))), 2, axis=1)
-    words = [lax.bitcast_convert_type(tokens.weight, jnp.uint32), low | high << _ID_BITS]
+    words = [lax.bitcast_convert_type(tokens.weight, jnp.uint32), low | high << ID_BITS]
     if tokens.row_scale is not None:
         words.append(lax.bitcast_convert_type(tokens.row_scale[:, None], jnp.uint32))
-    words, bits = jnp.concatenate(words, axis=1), _DIGIT_BITS[dtype.itemsize]
+    words, bits = jnp.concatenate(words, axis=1), Digits.of(dtype, top_k).bits
     digits = [(words >> shift & (1 << bits) - 1).astype(jnp.float32).astype(dtype) for shift in range(0, 32, bits)]
     return jnp.concatenate([tokens.rows, *digits], axis=1)
 
 
 def unpack(packed, *, hidden: int, top_k: int) -> Tokens:
     """What was packed, of rows with `hidden` elements; rows keep the further columns."""
-    count, bits = _words(packed.dtype, top_k), _DIGIT_BITS[packed.dtype.itemsize]
-    digits = jnp.split(packed[:, hidden:].astype(jnp.float32).astype(jnp.uint32), 32 // bits, axis=1)
-    words = sum(digit << (bits * number) for number, digit in enumerate(digits))
+    form = Digits.of(packed.dtype, top_k)
+    digits = jnp.split(packed[:, hidden:].astype(jnp.float32).astype(jnp.uint32), form.count, axis=1)
+    words = sum(digit << (form.bits * number) for number, digit in enumerate(digits))
     weight, pairs = words[:, :top_k], words[:, top_k : top_k + (top_k + 1) // 2]
-    expert = jnp.concatenate([pairs & (1 << _ID_BITS) - 1, pairs >> _ID_BITS], axis=1)[:, :top_k]
-    row_scale = lax.bitcast_convert_type(words[:, count - 1], jnp.float32) if packed.dtype == FP8 else None
+    expert = jnp.concatenate([pairs & (1 << ID_BITS) - 1, pairs >> ID_BITS], axis=1)[:, :top_k]
+    row_scale = lax.bitcast_convert_type(words[:, -1], jnp.float32) if packed.dtype == FP8 else None
     return Tokens(packed, row_scale, expert.astype(jnp.int32), lax.bitcast_convert_type(weight, jnp.float32))
 
 
 def columns(dtype, *, hidden: int, top_k: int) -> int:
     """Columns of a packed token; each takes as many bytes as an element of `dtype`."""
     dtype = jnp.dtype(dtype)
-    return hidden + 32 // _DIGIT_BITS[dtype.itemsize] * _words(dtype, top_k)
+    return hidden + Digits.of(dtype, top_k).columns
 
 
 def check_experts(num_experts: int) -> None:
     """Raises ValueError where an expert's number, or the one that stands for none, does not fit into its columns."""
-    if num_experts >= 1 << _ID_BITS:
-        raise ValueError(f"{num_experts} experts: their numbers travel in {_ID_BITS} bits, which hold {(1 << _ID_BITS) - 1}")
-
-
-def _words(dtype, top_k: int) -> int:
-    """Words of 32 bits beside the row: the weights, two experts in each, the scale of an FP8 row."""
-    return top_k + (top_k + 1) // 2 + (dtype == FP8)
+    if num_experts >= 1 << ID_BITS:
+        raise ValueError(f"{num_experts} experts: their numbers travel in {ID_BITS} bits, which hold {(1 << ID_BITS) - 1}")

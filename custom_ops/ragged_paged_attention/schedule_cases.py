@@ -47,12 +47,8 @@ def _case(name: str, kernel: str, page_dtype: str, decode: bool = False, **load)
     return Case(
         f"{name}, {page_dtype} pages", "pallas_tpu", functools.partial(_program, work.rows, page_dtype, decode), kernel,
         round(least), 0 if kernel == "attention_write" else round(work.matrix_flops()),
-        lambda loop: _whole(work.turns(kernel, loop)), round(work.bytes(kernel)),
+        work.turns, round(work.bytes(kernel)),
     )  # fmt: skip
-
-
-def _whole(turns: float | None) -> int | None:
-    return None if turns is None else round(turns)
 
 
 def _cases(page_dtype: str) -> list[Case]:

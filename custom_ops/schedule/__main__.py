@@ -8,7 +8,7 @@ import json
 import sys
 
 from custom_ops.schedule.bundles import ScheduleError
-from custom_ops.schedule.cases import cases_in, module_of, operations
+from custom_ops.schedule.cases import cases_in, module_of, operations, report_of
 from custom_ops.schedule.measure import CompileError, measure
 from custom_ops.schedule.model import STATEMENT, Row, row
 from custom_ops.schedule.report import table
@@ -34,6 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps({"model": STATEMENT, "cases": [dataclasses.asdict(row) for row in rows], "failed": failures}))
     elif rows:
         print(table(rows))
+        for name, module in modules.items():
+            if text := report_of(module, [row for row in rows if row.operation == name]):
+                print(f"\n{text}")
     return 1 if failures else 0
 
 

@@ -1,17 +1,18 @@
-"""Kernels at the shapes that count. A folder of an operation declares its own in `schedule_cases.py`: `CASES`."""
+"""Kernels at the shapes that count. A folder of an operation declares its own in `schedule_cases.py`: `CASES`, and where their
+figures make more than a line each a function `report`, from the measured rows to a text."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
 
 import custom_ops
-from custom_ops.schedule.bundles import Trips
+from custom_ops.schedule.bundles import Loop
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,10 @@ class Case:
         hbm_bytes: the least that has to move: states and rows, each read or written once.
         matrix_flops: the operation's matrix work, two for a multiplication and addition.
         trips: how often a loop of the kernel runs, where its exit test does not tell or it is not entered at all: see
-            `custom_ops.schedule.bundles.read_schedule`.
+            `custom_ops.schedule.bundles.read_schedule`. It takes the kernel's name and the loop.
         moved_bytes: what the kernel moves, where that is known better than from the schedule, which counts every DMA as
             if no condition ever held it back.
+        kernel_bytes: the same by kernel, for cases of several; None for one whose schedule tells.
         requires: package that has to be installed, or the case is left out.
     """
 
@@ -47,8 +49,9 @@ class Case:
     kernel: str
     hbm_bytes: int
     matrix_flops: int
-    trips: Trips = lambda loop: None  # noqa: E731
+    trips: Callable[[str, Loop], float | None] = lambda kernel, loop: None  # noqa: E731
     moved_bytes: int | None = None
+    kernel_bytes: Callable[[str], float | None] = lambda kernel: None  # noqa: E731
     requires: str | None = None
 
     @property
@@ -76,3 +79,9 @@ def module_of(operation: str) -> str:
 def cases_in(module: str) -> list[Case]:
     """The cases that a module declares."""
     return importlib.import_module(module).CASES
+
+
+def report_of(module: str, rows: Sequence) -> str | None:
+    """What a module says of its measured rows, where it says anything."""
+    function = getattr(importlib.import_module(module), "report", None)
+    return function(rows) if function and rows else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -76,7 +77,7 @@ def _read_kernels(folder: Path, case: Case) -> Iterator[Kernel]:
             name = match[1]
             utilization = next(folder.glob(f"*-{name}-*-final_hlo-static-per-bundle-utilization.txt"))
             try:
-                program = read_schedule(file.read_text(), utilization.read_text(), case.trips)
+                program = read_schedule(file.read_text(), utilization.read_text(), functools.partial(case.trips, name))
             except ScheduleError as error:
                 raise ScheduleError(f"{case.name}, {case.implementation}, {name}: {error}") from error
             yield Kernel(name, program, vmem.get(name, 0))

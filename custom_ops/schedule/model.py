@@ -17,8 +17,8 @@ MATRIX_FLOPS_PER_SECOND = TPU7X.matrix["bfloat16"]
 
 STATEMENT = (
     f"Model: one core of TPU7x, a bundle a cycle at {CLOCK / 1e9:.1f} GHz (inferred, not published), HBM at "
-    f"{HBM_BYTES_PER_SECOND / 1e12:.2f} TB/s, both at once: the modelled time is the longer of the two. Every predicated "
-    "region counts as taken, arrays start in HBM, stalls on DMAs and XLA's own work around the kernel are left out. "
+    f"{HBM_BYTES_PER_SECOND / 1e12:.2f} TB/s, both at once: the modelled time of a kernel is the longer of the two. Every "
+    "predicated region counts as taken, arrays start in HBM, stalls on DMAs and XLA's own work around the kernel are left out. "
     "Bounds: the least bytes at that bandwidth, and the matrix work at "
     f"{MATRIX_FLOPS_PER_SECOND / 1e12:,.0f} TFLOP/s (BF16)."
 )
@@ -53,17 +53,24 @@ class Row:
 
 def row(operation: str, case: Case, measured: Measurement) -> Row:
     """The figures of a measured case."""
-    bundles = sum(kernel.program.bundles() for kernel in measured.kernels)
-    moved = [kernel.program.bytes_moved() for kernel in measured.kernels]
+    bundles_of = [kernel.program.bundles() for kernel in measured.kernels]
+    bundles, declared = round(sum(bundles_of)), [case.kernel_bytes(kernel.name) for kernel in measured.kernels]
+    moved = [
+        kernel.program.bytes_moved() if size is None else round(size)
+        for kernel, size in zip(measured.kernels, declared, strict=True)
+    ]
     if case.moved_bytes is not None:
         hbm_bytes, source = case.moved_bytes, "case"
     elif None not in moved:
-        hbm_bytes, source = sum(moved), "schedule"
+        hbm_bytes, source = sum(moved), "schedule" if None in declared else "case"
     else:
         hbm_bytes, source = case.hbm_bytes, "least"
     bundle_time, hbm_time = 1e6 * bundles / CLOCK, 1e6 * hbm_bytes / HBM_BYTES_PER_SECOND
     byte_bound = 1e6 * case.hbm_bytes / HBM_BYTES_PER_SECOND
-    time = max(bundle_time, hbm_time)
+    if case.moved_bytes is None and None not in moved:  # one kernel after the other
+        time = sum(map(_time, bundles_of, moved))
+    else:
+        time = max(bundle_time, hbm_time)
     return Row(
         operation=operation,
         case=case.name,
@@ -87,6 +94,11 @@ def row(operation: str, case: Case, measured: Measurement) -> Row:
             for kernel in measured.kernels
         ],
     )
+
+
+def _time(bundles: float, moved: int) -> float:
+    """Microseconds of one kernel."""
+    return 1e6 * max(bundles / CLOCK, moved / HBM_BYTES_PER_SECOND)
 
 
 def _loops(loop: Loop, entered: int, depth: int) -> Iterator[dict]:

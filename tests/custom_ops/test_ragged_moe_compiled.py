@@ -39,10 +39,14 @@ def experts(rows, expert, weight, gate_up, down, gate_up_scale, down_scale, *, n
 
 
 @functools.cache
-def compiled(tokens: int, micro_batches: int = 1, token_axes: tuple[str, ...] = AXES) -> jax.stages.Compiled:
+def compiled(
+    tokens: int, micro_batches: int = 1, token_axes: tuple[str, ...] = AXES, real: bool = False
+) -> jax.stages.Compiled:
+    """real: with the kernels that the layer has on a TPU."""
     layer = functools.partial(
-        with_experts(experts), top_k=TOP_K, token_axes=token_axes, expert_axes=AXES, wire="float8_e4m3fn", sum_dtype="bfloat16",
-        micro_batches=micro_batches, reduce_scatter=implementation("reduce_scatter", "tpu"),
+        implementation("ragged_moe", "tpu") if real else with_experts(experts), top_k=TOP_K, token_axes=token_axes,
+        expert_axes=AXES, wire="float8_e4m3fn", sum_dtype="bfloat16", micro_batches=micro_batches,
+        reduce_scatter=implementation("reduce_scatter", "tpu"),
     )  # fmt: skip
     mesh = device_mesh(AbstractMesh((4, 2), AXES))
     rows, split = PartitionSpec(token_axes or None), PartitionSpec(AXES)
@@ -70,16 +74,18 @@ def collectives(hlo: str) -> dict[str, int]:
     return {name: count for name, count in (found | {"kernel": kernels}).items() if count}
 
 
+@pytest.mark.parametrize("real", [False, True], ids=["around", "real"])
 @pytest.mark.parametrize("tokens", [64, 8192])
-def test_one_all_gather_and_one_reduce_scatter(tokens):
-    hlo = compiled(tokens).as_text()
+def test_one_all_gather_and_one_reduce_scatter(tokens, real):
+    hlo = compiled(tokens, real=real).as_text()
     assert collectives(hlo) == {"all-gather": 1, "kernel": 1}
     (gathered,) = re.findall(r" = (\S+?)\{\S* all-gather\(", hlo)
     assert gathered == f"f8e4m3fn[{tokens},{COLUMNS}]"
 
 
-def test_memory_and_no_dense_array():
-    program = compiled(8192)
+@pytest.mark.parametrize("real", [False, True], ids=["around", "real"])
+def test_memory_and_no_dense_array(real):
+    program = compiled(8192, real=real)
     assert program.memory_analysis().temp_size_in_bytes < 256 * 2**20
     shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"[a-z]\w*\[([\d,]+)\]", program.as_text())}
     weights = {(EXPERTS // 8, 2 * WIDTH, HIDDEN), (EXPERTS // 8, HIDDEN, WIDTH)}

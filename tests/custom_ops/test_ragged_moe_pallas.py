@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,12 @@ from test_ragged_moe_experts import LOADS, check
 
 from custom_ops.implementations import implementation
 from custom_ops.ragged_moe import pallas_plan, pallas_tpu, reference, xla
-from custom_ops.ragged_moe.pallas_plan import ExpertsShape, plan, supports
-from custom_ops.ragged_moe.pallas_work import sort_pairs, work_of_pass
+from custom_ops.ragged_moe.pallas_plan import GROUP, ExpertsShape, Plan, plan, supports
+from custom_ops.ragged_moe.pallas_rows import receive
+from custom_ops.ragged_moe.pallas_send import send
+from custom_ops.ragged_moe.pallas_work import BLOCK_ROWS, UNUSED, work_of_pass
+from custom_ops.ragged_moe.routing import route
+from custom_ops.ragged_moe.wire import Tokens, pack, to_wire, unpack
 from custom_ops.tpu_compiler import compile_jax
 
 EXPERTS, LOCAL, TOP_K = 8, 4, 3
@@ -135,33 +140,86 @@ def test_the_choice_goes_by_the_arguments():
         implementation("ragged_moe", "cpu", "pallas_tpu")(hidden, logits, valid, *narrow[:2], top_k=2)
 
 
-@pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize(("rows", "pairs"), [(1, 128), (50, 128), (120, 128), (120, 384)])
-def test_work_covers_every_pair_once(load, rows, pairs):
+@functools.cache
+def grouped(sizes: Plan, first_expert: int):
+    """The work of a pass, from experts as they travel."""
+
+    @jax.jit
+    def run(expert, weight, number):
+        tokens = Tokens(jnp.zeros((len(expert), HIDDEN), jnp.bfloat16), None, expert, weight)
+        _, routing = receive(pack(tokens), hidden=HIDDEN, top_k=TOP_K, interpret=True)
+        return work_of_pass(routing, first_expert, number, sizes, interpret=True)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("rows", "pairs", "first_expert"), [(1, 128, 0), (50, 128, 0), (120, 128, 5), (120, 384, 0), (300, 256, 2)]
+)
+def test_work_covers_every_pair_once(rows, pairs, first_expert):
     """Items, tokens and places of all passes, against the pairs counted one by one."""
-    expert, weight = routing(load, rows, TOP_K, EXPERTS, LOCAL)
     sizes = dataclasses.replace(plan(ExpertsShape(rows, TOP_K, LOCAL, EXPERTS, HIDDEN, WIDTH)), tile=16, pairs=pairs)
-    sorted_pairs = sort_pairs(jnp.asarray(expert), jnp.asarray(weight), sizes)
-    seen: dict[tuple[int, int], float] = {}
+    for load in LOADS:
+        expert, weight = routing(load, rows, TOP_K, EXPERTS, LOCAL)
+        check_work(expert, weight, sizes, first_expert)
+
+
+def check_work(expert, weight, sizes: Plan, first_expert: int) -> None:
+    rows, seen = len(expert), {}
+    elsewhere = np.where(expert < LOCAL, first_expert + expert, (first_expert + LOCAL) % EXPERTS)
     for number in range(sizes.passes):
-        work = jax.tree.map(np.asarray, work_of_pass(sorted_pairs, number, sizes))
+        work = jax.tree.map(np.asarray, grouped(sizes, first_expert)(elsewhere, weight, number))
         items, taking_part = work.totals
-        row_of_place, ordinal = {}, -1
+        assert work.pairs[0] == (expert < LOCAL).sum()
+        row_of_place, weight_of_place = {}, {}
+        for block, (start, end) in enumerate(itertools.pairwise(work.block_start)):
+            row, bits = work.places[block, :2, : end - start]
+            numbers = range(start, end)
+            row_of_place |= zip(numbers, (row + block * BLOCK_ROWS).tolist(), strict=True)
+            weight_of_place |= zip(numbers, bits.view(np.float32).tolist(), strict=True)
+            assert (row >= 0).all() and (work.places[block, 0, end - start : -(-(end - start) // 128) * 128] == UNUSED).all()
+        written, ordinal = set(), -1
         for item in range(items):
             first, last = work.item_first[item], work.item_last[item]
             ordinal += first
             assert work.item_expert[item] == ordinal and 0 < work.item_rows[item] <= sizes.tile
             assert last == (item + 1 == items or work.item_first[item + 1])
             for pair in range(work.item_start[item], work.item_start[item] + work.item_rows[item]):
-                key = (int(work.token[pair]), int(work.expert[ordinal]))
-                assert key not in seen and work.place[pair] not in row_of_place
-                seen[key], row_of_place[int(work.place[pair])] = work.weight[pair], key[0]
-        assert ordinal + 1 == taking_part and sorted(row_of_place) == list(range(len(row_of_place)))
-        for row in range(rows):
-            assert all(row_of_place[place] == row for place in range(work.row_start[row], work.row_start[row + 1]))
-        assert work.row_start[-1] == len(row_of_place)
+                key, place = (int(work.token[pair]), int(work.expert[ordinal])), int(work.place[pair])
+                assert key not in seen and place not in written and row_of_place[place] == key[0]
+                seen[key] = weight_of_place[place]
+                written.add(place)
+        assert ordinal + 1 == taking_part and sorted(written) == list(range(len(row_of_place))) == sorted(row_of_place)
+        assert work.block_start[0] == 0 and (0 <= work.token[: len(written) + GROUP]).all() and work.token.max() < rows + GROUP
     local = np.argwhere(expert < LOCAL)
     assert seen == {(row, expert[row, choice]): weight[row, choice] for row, choice in local}
+
+
+@pytest.mark.parametrize("wire", ["float8_e4m3fn", "bfloat16", "float32"])
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(3, 8, 3), (70, 32, 10)])
+def test_what_is_sent_is_what_xla_sends(wire, tokens, experts, top_k):
+    """Routing with many ties, rows that are no token, and values that are not finite."""
+    rng = np.random.default_rng(0)
+    hidden = rng.standard_normal((tokens, HIDDEN)).astype(np.float32)
+    logits = np.round(3 * rng.standard_normal((tokens, experts))).astype(np.float32) / 3
+    hidden[1, 5], hidden[2, 7], logits[0, 3], logits[-1, 2] = np.nan, np.inf, np.inf, np.nan
+    hidden, valid = jnp.asarray(hidden, jnp.bfloat16), np.arange(tokens) % 5 != 4
+    for rounded in (False, True):
+        run = functools.partial(send, top_k=top_k, round_weights=rounded, wire=wire, interpret=True)
+        expert, weight = route(logits, valid, top_k=top_k)
+        weight = weight.astype(jnp.bfloat16).astype(jnp.float32) if rounded else weight
+        expected = Tokens(*to_wire(hidden, jnp.dtype(wire)), expert, weight)
+        result = unpack(jax.jit(run)(hidden, logits, valid), hidden=HIDDEN, top_k=top_k)
+        np.testing.assert_array_equal(result.expert, expert)
+        np.testing.assert_allclose(result.weight, weight, rtol=1e-2 if rounded else 1e-6)
+        values = [np.asarray(part.rows[:, :HIDDEN], np.float32) for part in (result, expected)]
+        if result.row_scale is not None:
+            scales = [np.asarray(part.row_scale)[:, None] for part in (result, expected)]
+            with np.errstate(invalid="ignore"):
+                values = [value * scale for value, scale in zip(values, scales, strict=True)]
+        sound = np.isfinite(np.asarray(hidden, np.float32)).all(1)
+        np.testing.assert_allclose(values[0][sound], values[1][sound], rtol=1e-6)
+        assert not np.isfinite(values[0][~sound].sum(1)).any()
 
 
 @pytest.mark.parametrize("scales", ["none", "channel", "block"])

@@ -93,6 +93,19 @@ def test_a_nan_in_one_experts_weights(small, small_reference):
     assert f"token {first} of sequence 0" in finding.message
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_router_logits_that_are_not_finite(small, value):
+    """They are no routing: the token gets NaN from this layer's experts, and the layer is named."""
+
+    def plant(weights):
+        weights[4, 0] = value
+
+    with changed(small.model.layers[1].mlp.router.weight, plant):
+        found = [one for one in findings(small, generate) if one.kind == "not_finite"]
+    assert [one.layer for one in found] == [1] and "after the experts" in found[0].message
+
+
 def test_a_nan_that_only_decoding_meets(small, tmp_path):
     """Every decode step is looked at: the token that is not finite is found wherever it lies among those of one go."""
     stream = tmp_path / "steps.jsonl"

@@ -7,6 +7,7 @@ import torch
 from support import dense_config, moe_config
 
 from torchqwen_tpu import ParallelConfig, Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
+from torchqwen_tpu.models.causal_lm import check_divisible
 from torchqwen_tpu.parallel.mesh import DeviceMesh, build_mesh
 from torchqwen_tpu.parallel.rules import LAYOUT_RULES, PARAMETER_AXES, parameter_axes
 
@@ -96,3 +97,11 @@ def test_one_device_splits_nothing():
 def test_configurations_that_make_no_sense(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         ParallelConfig(**arguments)
+
+
+@pytest.mark.parametrize("layout", ["dp", "dp_tp", "tp"])
+def test_experts_that_do_not_divide_by_the_devices_are_refused(layout):
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "linear_num_key_heads": 8, "linear_num_value_heads": 8}
+    check_divisible(moe_config(num_experts=16, **sizes), DeviceMesh(4, 2, layout))
+    with pytest.raises(ValueError, match="num_experts = 12 over 8 devices.*number of devices"):
+        check_divisible(moe_config(num_experts=12, **sizes), DeviceMesh(4, 2, layout))

@@ -449,7 +449,9 @@ def check_divisible(config, mesh: DeviceMesh) -> None:
         for name in names:
             count, shards = getattr(config, name, 0), mesh.shards(axis)
             if count % shards:
+                remedy = "a layout that splits it less (dp, dp_tp) or another mesh"
+                if axis == "experts":  # spread over all devices in every layout
+                    remedy = "a mesh whose number of devices divides it"
                 raise ValueError(
-                    f"layout '{mesh.layout}' splits {name} = {count} over {shards} devices, which does not divide; "
-                    "use a layout that splits it less (dp, dp_tp) or another mesh"
+                    f"layout '{mesh.layout}' splits {name} = {count} over {shards} devices, which does not divide; use {remedy}"
                 )

@@ -6,8 +6,6 @@ function here knows stays unknown, and XLA's estimate stands for the kernel.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 from dataclasses import dataclass
 
@@ -15,8 +13,8 @@ from custom_ops.gated_delta_net.pallas_decode import TILE as DECODE_TILE
 from custom_ops.gated_delta_net.tiling import CHUNK
 from custom_ops.ragged_moe import pallas_plan as experts_plan
 from custom_ops.ragged_moe.cost import MoeShape, micro_batches
-from custom_ops.ragged_moe.pallas_combine import BLOCK_ROWS, PIECE
-from custom_ops.ragged_moe.pallas_plan import GROUP, ExpertsShape
+from custom_ops.ragged_moe.load import ExpertsLoad
+from custom_ops.ragged_moe.pallas_plan import ExpertsShape
 from custom_ops.ragged_paged_attention.pallas_cost import AttentionWork
 from custom_ops.ragged_paged_attention.pallas_layout import AttentionShape
 from custom_ops.reduce_scatter.plan import plan as cut_reduce_scatter
@@ -66,71 +64,6 @@ class GatedDeltaNet:
         states = 2 * values * self.key_dim * self.state_bytes
         windows = 2 * 2 * (self.window - 1) * self.channels
         return sequences * (states + windows) + tokens * (2 * self.channels + 8 * self.value_heads + 2 * values)
-
-
-@dataclass(frozen=True)
-class Experts:
-    """The kernels of the local experts, in each of the micro-batches that a layer's tokens are cut into.
-
-    Args:
-        shape: what a micro-batch's kernels are built for.
-        tokens: that it holds.
-    """
-
-    shape: ExpertsShape
-    tokens: float
-
-    @functools.cached_property
-    def filled(self) -> ExpertsShape:
-        return dataclasses.replace(self.shape, rows=self.tokens)
-
-    @property
-    def pallas(self) -> bool:
-        """Whether the kernels take these sizes; elsewhere XLA's loop over tiles computes the experts."""
-        return experts_plan.supports(self.shape)
-
-    @property
-    def hit(self) -> float:
-        """Expected local experts that at least one token picks."""
-        shape = self.shape
-        return shape.experts * (1 - (1 - shape.top_k / shape.num_experts) ** self.tokens)
-
-    @property
-    def passes(self) -> int:
-        """Over the experts; more than one where pairs are too many for the memory of their results."""
-        return -(-math.ceil(self.filled.mean_pairs) // experts_plan.plan(self.shape).pairs)
-
-    def turns(self, name: str, loop: Loop) -> float | None:
-        if loop.steps is not None:
-            return None
-        if name.startswith("ragged_moe_experts"):
-            items = self.shape.experts * experts_plan.tiles_of_an_expert(self.filled, experts_plan.plan(self.shape).tile)
-            if loop.inner:
-                return items
-            groups = self.shape.experts * experts_plan.tiles_of_an_expert(self.filled, GROUP)
-            return groups / items  # of an item's rows
-        if name.startswith("ragged_moe_combine"):
-            return self._pieces
-        return None
-
-    @property
-    def _blocks(self) -> int:
-        return -(-self.shape.rows // BLOCK_ROWS)
-
-    @property
-    def _pieces(self) -> float:
-        """Of a block of rows: runs of results start anywhere in a piece."""
-        return max(self.filled.mean_pairs / self._blocks / PIECE + 0.5 * (self._blocks > 1), 1.0)
-
-    def bytes(self, name: str) -> float | None:
-        """Experts that are hit, and each pair's row read and result written; then results read and rows written."""
-        shape, row = self.shape, 2 * self.shape.hidden
-        if name.startswith("ragged_moe_experts"):
-            scales = 4 * (2 * shape.width + shape.hidden) * shape.experts if shape.scales == "channel" else 0
-            return self.hit * shape.weight_bytes + scales + 2 * row * self.filled.mean_pairs
-        if name.startswith("ragged_moe_combine"):
-            return self._blocks * self._pieces * PIECE * row + shape.rows * row
-        return None
 
 
 class Kernels:
@@ -192,7 +125,7 @@ def _channels(config) -> int:
     return keys + config.linear_num_value_heads * config.linear_value_head_dim
 
 
-def _experts(config, load: Load, rows: int, fp8: bool, chips: int) -> Experts:
+def _experts(config, load: Load, rows: int, fp8: bool, chips: int) -> ExpertsLoad:
     dtype = "float8_e4m3fn" if fp8 else "bfloat16"
     sizes = (config.hidden_size, config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size)
     hidden, experts, top_k, width = sizes
@@ -204,4 +137,4 @@ def _experts(config, load: Load, rows: int, fp8: bool, chips: int) -> Experts:
     shape = ExpertsShape(
         taken, top_k, experts // load.devices, experts, hidden, width, dtype, "channel" if fp8 else "none"
     )
-    return Experts(shape, load.tokens / parts)
+    return ExpertsLoad(shape, load.tokens / parts)
