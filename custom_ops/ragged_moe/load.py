@@ -14,8 +14,9 @@ from custom_ops.ragged_moe.pallas_plan import GROUP, LANES, ExpertsShape, plan, 
 from custom_ops.ragged_moe.pallas_work import BLOCK_ROWS
 from custom_ops.schedule.bundles import Loop
 
-LONG_LOOP = 100
-"""Bundles: of the loops of `pallas_work` that place a tile of pairs has more, one that writes a group of them fewer."""
+SHORT_LOOP, LONG_LOOP = 40, 100
+"""Bundles: of the loops of `pallas_work` the one that lists an expert's items has fewer than either, the one that writes a
+group of pairs lies between, the one that places a tile of them has more."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,11 @@ class ExpertsLoad:
 
     def turns(self, kernel: str, loop: Loop) -> float | None:
         """How often a loop of a kernel runs each time that it is entered; None for what the schedule or nobody knows."""
+        items = self.shape.experts * tiles_of_an_expert(self.filled, plan(self.shape).tile)
+        if kernel.startswith("ragged_moe_group") and not loop.inner and loop.own < SHORT_LOOP:
+            return items / self.shape.experts  # its exit test compares with another loop's constant
         if loop.steps is not None:
             return None
-        items = self.shape.experts * tiles_of_an_expert(self.filled, plan(self.shape).tile)
         if kernel.startswith("ragged_moe_experts"):
             if loop.inner:
                 return items
@@ -74,8 +77,6 @@ class ExpertsLoad:
         if kernel.startswith("ragged_moe_combine"):
             return self.pieces
         if kernel.startswith("ragged_moe_group"):
-            if loop.inner:
-                return self.shape.experts
             if loop.own > LONG_LOOP:
                 return max(self.pairs / self.blocks / LANES + 0.5 * (self.blocks > 1), 1.0)
             return self.pairs / self.blocks / GROUP + 0.5

@@ -19,7 +19,7 @@ RING_BYTES = 38 * 2**20
 CHUNK_BYTES = 7 * 2**20
 """Weights that arrive together, at most. A smaller chunk shows less latency at the start; a larger one needs fewer sums."""
 PAIR_BYTES = 64 * 2**20
-"""HBM for results of pairs that a pass may always take, however many a step has."""
+"""HBM for results of the pairs of a pass, at most. A step of 397B has fewer up to 4,096 tokens when routing is even."""
 SCALAR_BYTES = 320 * 2**10
 """SMEM (of 1 MiB) for the scales of blocks; what is known of pairs takes up to 0.6 MiB."""
 LARGEST_TILE = 256
@@ -153,7 +153,10 @@ def plan(shape: ExpertsShape) -> Plan:
             f"scaled FP8 weights of which one expert fits into {RING_BYTES >> 20} MiB, not {shape}"
         )
     chunk, slots = _chunk(shape)
-    pairs = min(shape.most_pairs, max(PAIR_BYTES // (2 * shape.hidden), round(1.25 * shape.mean_pairs)))
+    room = max(PAIR_BYTES // (2 * shape.hidden), LANES)
+    expected = 1.25 * shape.mean_pairs
+    # As many passes as are expected anyway, all of one size.
+    pairs = min(shape.most_pairs, room if expected <= room else math.ceil(expected / math.ceil(expected / room)))
     tiles = range(TILE_STEP, LARGEST_TILE + 1, TILE_STEP)
     return Plan(shape, min(tiles, key=functools.partial(bundles, shape)), chunk, slots, -(-pairs // LANES) * LANES)
 
