@@ -170,7 +170,7 @@ def test_an_interrupted_plan_leaves_nothing_behind(cut, tmp_path, number):
     limit = time.monotonic() + 300
     while not processes_that_name(tmp_path):  # a process that compiles is told its folder
         assert process.poll() is None and time.monotonic() < limit
-        time.sleep(0.2)
+        time.sleep(0.01)  # the signal comes while the process starts, where it could be lost from sight
     process.send_signal(number)
     _, error = process.communicate(timeout=300)
     assert process.returncode == 130 and "Traceback" not in error

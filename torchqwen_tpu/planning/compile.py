@@ -10,11 +10,12 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -86,13 +87,24 @@ def compile_steps(graphs: Mapping[Key, Compiled], report: Callable[[Key, str], N
             while waiting and (not running or len(running) < _at_once()):
                 key = waiting.pop(0)
                 report(key, "compiling")
-                running[key] = stack.enter_context(_Compilation(graphs[key]))
+                with _held_signals():
+                    running[key] = stack.enter_context(_Compilation(graphs[key]))
             for key in [key for key, compilation in running.items() if compilation.ended]:
                 done[key] = running.pop(key).result()
                 report(key, f"compiled in {done[key].seconds:.0f} s")
             if running:
                 time.sleep(_LOOK)
     return {key: done[key] for key in graphs}
+
+
+@contextlib.contextmanager
+def _held_signals() -> Iterator[None]:
+    """Ctrl-C and termination wait until the block ends: a process that starts is known to whoever has to end it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _at_once() -> int:

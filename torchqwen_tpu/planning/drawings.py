@@ -47,7 +47,7 @@ def _memory(layout: LayoutPlan) -> dict[str, int]:
 def roofline_plot(steps: Sequence[Step]) -> str:
     """Of every step the modelled time beside its bounds."""
     most = max(max(step.seconds, step.roofline.derated) for step in steps)
-    scale, drawn, y = (_WIDTH - 260) / most, [], 8
+    scale, drawn, y = (_WIDTH - 290) / most, [], 8
     for step in steps:
         bound = step.roofline
         drawn.append(_text(0, y + 15, step.kind))

@@ -95,7 +95,7 @@ class Player:
         self.core = end
         cost = self._count(label, weight, end - start, cycles=program.cycles, bytes=size, **decided)
         cost.estimated |= program.estimated
-        self._record("core", instruction.name if instruction.opcode == "custom-call" else label, start, end, path)
+        self._record("core", label, start, end, path)
 
     def _communicates(self, computation: Computation, instruction: Instruction, weight: float, path) -> bool:
         """Counts a kernel that is a collective, which the core waits for."""
