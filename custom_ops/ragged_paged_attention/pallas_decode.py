@@ -113,7 +113,8 @@ class _Kernel:
     def new_row(self, sequence, index: int):
         """[1, head dim] float32: the sequence's key or value of a head, as `Block.rows` counts them."""
         ref = self.refs.value if index % 2 else self.refs.key
-        return ref[pl.ds(sequence, 1), pl.ds(index // 2 * self.layout.dim, self.layout.dim)]
+        first = index // 2 * self.layout.dim
+        return ref[pl.ds(sequence, 1), :][:, first : first + self.layout.dim]
 
     def insert(self, block: Block, reader, sequence, position, page) -> None:
         """Put the new token into its page, in memory and in HBM."""

@@ -157,7 +157,9 @@ def main(graph: str) -> None:
         size = state.numel() // MESH.size
         state_bytes += size * state.element_size()
         copied = re.findall(rf"= \(?{HLO_DTYPES[state.dtype]}\[([\d,]+)\]\S* copy(?:-start)?\(", hlo)
-        copies.append(sum(math.prod(map(int, shape.split(","))) == size for shape in copied))
+        shapes = [tuple(map(int, shape.split(","))) for shape in copied]
+        # Leading axes may be merged or split; rows of the same size are told from states by the last axes.
+        copies.append(sum(math.prod(shape) == size and shape[-2:] == tuple(state.shape[-2:]) for shape in shapes))
     memory = executable.get_compiled_memory_stats()
     answer = {
         "kernels": re.findall(r"%(\S+) = .*custom_call_target=\"tpu_custom_call\"", hlo),
