@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[2])]
 
 import torch
-from saves_that_die import counting, die_at
+from saves_that_die import counting, die_at_each_step
 from torch import nn
 
 from torchqwen_tpu.checkpoint import prepared, writer
@@ -49,18 +49,13 @@ def state_of(target: Path) -> str:
 def main() -> None:
     folder, root = Path(sys.argv[1]), Path(sys.argv[2])
     target = root / "prepared"
-    for number in range(1, 200):
-        child = os.fork()
-        if child == 0:
-            step = die_at(number)
-            writer._write, os.rename = counting(writer._write, step), counting(os.rename, step)
-            shutil.copyfile, Path.write_text = counting(shutil.copyfile, step), counting(Path.write_text, step)
-            prepare(folder, target)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        print(state_of(target), flush=True)
-        if not os.WIFSIGNALED(status):
-            return
+
+    def run(step) -> None:
+        writer._write, os.rename = counting(writer._write, step), counting(os.rename, step)
+        shutil.copyfile, Path.write_text = counting(shutil.copyfile, step), counting(Path.write_text, step)
+        prepare(folder, target)
+
+    die_at_each_step(run, lambda: state_of(target), 200)
 
 
 if __name__ == "__main__":

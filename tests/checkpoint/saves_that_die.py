@@ -71,20 +71,34 @@ def state_of(folder: Path) -> str:
     return {1.0: "old", 2.0: "new"}[values.pop()]
 
 
-def main() -> None:
-    folder, old_size, new_size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    for number in range(1, 100):
-        save(folder, 1.0, old_size)
+def die_at_each_step(run, state, most: int) -> None:
+    """Run `run(step)` in a child that dies at its first step, in one that dies at its second and so on until one lives to the
+    end, at most so many; print `state()` after each."""
+    for number in range(1, most):
         child = os.fork()
         if child == 0:
-            step = die_at(number)
-            os.replace, Path.unlink = counting(os.replace, step), counting(Path.unlink, step)
-            save(folder, 2.0, new_size, step)
+            run(die_at(number))
             os._exit(0)
         _, status = os.waitpid(child, 0)
-        print(state_of(folder), flush=True)
+        print(state(), flush=True)
         if not os.WIFSIGNALED(status):
             return
+
+
+def main() -> None:
+    folder, old_size, new_size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    save(folder, 1.0, old_size)
+
+    def run(step) -> None:
+        os.replace, Path.unlink = counting(os.replace, step), counting(Path.unlink, step)
+        save(folder, 2.0, new_size, step)
+
+    def state() -> str:
+        left = state_of(folder)
+        save(folder, 1.0, old_size)
+        return left
+
+    die_at_each_step(run, state, 100)
 
 
 if __name__ == "__main__":

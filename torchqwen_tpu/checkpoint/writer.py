@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -55,17 +56,13 @@ def write_weights(folder: Path, tensors: dict[str, Saved], max_shard_size: int |
 
 def _write_file(file: Path, tensors: dict[str, Saved], bar: tqdm) -> None:
     with file.open("wb", buffering=0) as stream:  # a buffer would fail a second time, as the file is closed
-        name = "the header"
-        try:
+        with _naming("the header", file):
             _write(stream, header_bytes({name: saved.meta for name, saved in tensors.items()}, {"format": "pt"}))
-            for name, saved in tensors.items():  # noqa: B007, the error names it
-                tensor = saved.read()
-                if (tensor.dtype, tensor.shape) != (saved.meta.dtype, saved.meta.shape):
-                    raise RuntimeError(f"{name} is {tensor.dtype} {list(tensor.shape)}, and its header says otherwise")
-                _write(stream, tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-                bar.update(_size(tensor))
-        except OSError as error:
-            raise OSError(error.errno, f"{name} could not be written to {file.name}: {error.strerror}") from error
+        for name, saved in tensors.items():
+            tensor = saved.read()
+            with _naming(name, file):
+                _write_tensor(stream, name, saved.meta, tensor)
+            bar.update(_size(tensor))
 
 
 class PlacedFile:
@@ -87,17 +84,27 @@ class PlacedFile:
         Raises:
             OSError: naming the file and the tensor that could not be written, for example on a full disk.
         """
-        meta = self._metas[name]
-        if (tensor.dtype, tensor.shape) != (meta.dtype, meta.shape):
-            raise RuntimeError(f"{name} is {tensor.dtype} {list(tensor.shape)}, and its header says otherwise")
-        try:
+        with _naming(name, self.path):
             self._stream.seek(self._places[name])
-            _write(self._stream, tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-        except OSError as error:
-            raise OSError(error.errno, f"{name} could not be written to {self.path.name}: {error.strerror}") from error
+            _write_tensor(self._stream, name, self._metas[name], tensor)
 
     def close(self) -> None:
         self._stream.close()
+
+
+@contextlib.contextmanager
+def _naming(what: str, file: Path) -> Iterator[None]:
+    """An OSError names the tensor that could not be written, and its file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"{what} could not be written to {file.name}: {error.strerror}") from error
+
+
+def _write_tensor(stream: FileIO, name: str, meta: torch.Tensor, tensor: torch.Tensor) -> None:
+    if (tensor.dtype, tensor.shape) != (meta.dtype, meta.shape):
+        raise RuntimeError(f"{name} is {tensor.dtype} {list(tensor.shape)}, and its header says otherwise")
+    _write(stream, tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def _write(stream: FileIO, data) -> None:

@@ -17,6 +17,7 @@ from torchqwen_tpu.auto import AutoModelForCausalLM
 from torchqwen_tpu.checkpoint.resolve import resolve_folder
 from torchqwen_tpu.config import ParallelConfig
 from torchqwen_tpu.evaluation.scoring import score_requests
+from torchqwen_tpu.evaluation.texts import cut_left, total
 from torchqwen_tpu.models.causal_lm import CausalLM
 
 logger = logging.getLogger(__name__)
@@ -82,8 +83,8 @@ class TorchQwenLM(HFLM):
         totals = [0.0] * len(requests)
         for number, (logprob, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
             totals[number] += logprob
-        for request, total in zip(requests, totals, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        for request, whole in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, whole)
         return totals
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, override_bs: int | None = None):
@@ -93,7 +94,7 @@ class TorchQwenLM(HFLM):
         scores = score_requests(self.model, kept, batch_size=self._scored_together, progress=not disable_tqdm)
         results = []
         for (key, _, _), scored in zip(requests, scores, strict=True):
-            results.append((float(scored.logprob.sum(dtype="float64")), scored.is_greedy))
+            results.append((total(scored), scored.is_greedy))
             if key is not None:  # rolling windows have none
                 self.cache_hook.add_partial("loglikelihood", key, results[-1])
         return results
@@ -104,8 +105,9 @@ class TorchQwenLM(HFLM):
             raise ValueError(
                 f"a continuation has {len(continuation)} tokens, and the longest input {self.max_length}; raise max_length"
             )
-        excess = len(context) + len(continuation) - (self.max_length + 1)
-        if excess <= 0:
-            return context, continuation
-        logger.warning("%d tokens on the left of a request are left out: it exceeds the length of %d", excess, self.max_length)
-        return context[excess:], continuation
+        kept = cut_left(context, continuation, self.max_length)
+        if excess := len(context) - len(kept):
+            logger.warning(
+                "%d tokens on the left of a request are left out: it exceeds the length of %d", excess, self.max_length
+            )
+        return kept, continuation

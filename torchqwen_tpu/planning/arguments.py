@@ -11,7 +11,7 @@ import torch
 from jax.sharding import PartitionSpec
 from transformers import PretrainedConfig
 
-from torchqwen_tpu.auto import _CLASSES
+from torchqwen_tpu.auto import class_of
 from torchqwen_tpu.cache import CacheLayout, CacheShape
 from torchqwen_tpu.checkpoint.forms import EXPERTS, KEEP_FP32, MATRICES, Filling, give_form, set_parameter
 from torchqwen_tpu.checkpoint.fp8 import FP8
@@ -84,7 +84,7 @@ def build_model(config: PretrainedConfig, fp8: bool, inputs: Inputs) -> CausalLM
     config = copy.deepcopy(config)
     check_divisible(config.get_text_config(), inputs.mesh)
     with torch.device("meta"):
-        model = _CLASSES[type(config)](config, scan_layers=True)
+        model = class_of(config)(config, scan_layers=True)
     for name, _ in list(model.named_parameters()):
         quantized = fp8 and name.endswith((*EXPERTS, *MATRICES))
         kept = FP8 if quantized else torch.float32 if name.endswith(KEEP_FP32) else DTYPE

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from transformers import PretrainedConfig
 
-from torchqwen_tpu.auto import _CLASSES
+from torchqwen_tpu.auto import class_of
 from torchqwen_tpu.checkpoint.resolve import read_config
 from torchqwen_tpu.inputs import limit_of
 from torchqwen_tpu.parallel.mesh import DeviceMesh
@@ -78,7 +78,7 @@ def plan(request: PlanRequest, progress: Progress = lambda what: None) -> Plan:
 def count_parameters(config: PretrainedConfig) -> dict[str, int]:
     """Parameters of the whole model by part."""
     with torch.device("meta"):
-        model = _CLASSES[type(config)](config)
+        model = class_of(config)(config)
     counts: dict[str, int] = defaultdict(int)
     for name, parameter in model.named_parameters():
         counts[part_of(name)] += parameter.numel()

@@ -330,8 +330,9 @@ class _DecodeLoop:
                 steps=np.full(ranks * rows, count),
                 eos=np.broadcast_to(eos, (ranks * rows, EOS_SLOTS)),
             )
-            penalties = Penalties(ranks, rows, self.model.vocab_size)
+            penalties = None
             if parameters.penalizes:
+                penalties = Penalties(ranks, rows, self.model.vocab_size)
                 ignored = np.broadcast_to(parameters.ignored, self.batch)
                 for place, row in enumerate(self.ids.numpy()):
                     penalties.put(place, row[ignored[place] :], parameters.repetition_penalty, parameters.min_new_tokens)
