@@ -14,10 +14,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Protocol, TypeVar
 
 from custom_ops.cost_model import GIB
@@ -28,6 +30,7 @@ from torchqwen_tpu.planning.arguments import Argument
 MEMORY = 4 * GIB
 """That a process may take: a mixed step of 397B takes 2.8."""
 _BUNDLES = "-final_bundles.txt"
+_HELD = (signal.SIGINT, signal.SIGTERM)
 _LOOK = 0.1
 """Seconds between two looks at the processes."""
 Key = TypeVar("Key", bound=Hashable)
@@ -99,12 +102,26 @@ def compile_steps(graphs: Mapping[Key, Compiled], report: Callable[[Key, str], N
 
 @contextlib.contextmanager
 def _held_signals() -> Iterator[None]:
-    """Ctrl-C and termination wait until the block ends: a process that starts is known to whoever has to end it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    """Ctrl-C and termination wait until the block ends: a process that starts is known to whoever has to end it.
+
+    The handlers are exchanged, not the signals blocked: a mask holds for one thread alone, and the libraries' threads would
+    take the signal and have Python run its handler in the midst of the block.
+    """
+    if threading.current_thread() is not threading.main_thread():  # no handler runs here
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    before = {number: signal.signal(number, lambda *signalled: came.append(signalled)) for number in _HELD}
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for number, frame in came[:1]:
+        if callable(before[number]):
+            before[number](number, frame)
+        elif before[number] != signal.SIG_IGN:
+            signal.raise_signal(number)
 
 
 def _at_once() -> int:
@@ -137,9 +154,10 @@ class _Compilation(contextlib.AbstractContextManager):
             )
 
     def __exit__(self, *_) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._temporary.cleanup()
+        with _held_signals():
+            self._process.kill()
+            self._process.wait()
+            self._temporary.cleanup()
 
     @property
     def ended(self) -> bool:
