@@ -123,6 +123,16 @@ def test_programs_that_differ_in_names_are_one(module):
     assert one == two != three
 
 
+@pytest.mark.parametrize("target, runs", [("tpu_custom_call", True), ("Sharding", False)])
+def test_kernels_are_told_by_name_and_target(target, runs):
+    lines = (
+        "HloModule m", "", "ENTRY %main (x: f32[8]) -> f32[8] {", "  %x = f32[8]{0} parameter(0)",
+        f'  ROOT %sum.3 = f32[8]{{0}} custom-call(%x), custom_call_target="{target}"', "}",
+    )  # fmt: skip
+    module = parse("\n".join(lines))
+    assert module.runs_kernel("sum") == runs and not module.runs_kernel("other")
+
+
 def test_no_entry():
     with pytest.raises(ValueError, match="entry"):
         parse("HloModule nothing\n")

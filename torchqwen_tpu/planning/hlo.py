@@ -122,6 +122,13 @@ class Module:
     computations: dict[str, Computation]
     entry: Computation
 
+    def runs_kernel(self, name: str) -> bool:
+        """Whether a Pallas kernel with a name that starts so is among the instructions."""
+        return any(
+            instruction.target == "tpu_custom_call" and instruction.name.startswith(name)
+            for computation in self.computations.values() for instruction in computation.instructions
+        )  # fmt: skip
+
 
 def parse(text: str) -> Module:
     """A module from its text, as `HloModule.to_string()` of a compiled executable gives it.

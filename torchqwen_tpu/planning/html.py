@@ -7,8 +7,8 @@ from html import escape
 from pathlib import Path
 
 from torchqwen_tpu.planning.drawings import memory_bars, roofline_plot, timeline
-from torchqwen_tpu.planning.published import comparisons
-from torchqwen_tpu.planning.report import beside_each_other, collectives, headline, notes
+from torchqwen_tpu.planning.published import LEFT_OUT, comparisons
+from torchqwen_tpu.planning.report import beside_each_other, collectives, headline, machine, notes
 from torchqwen_tpu.planning.result import LayoutPlan, Plan, Step
 
 _STYLE = """
@@ -42,7 +42,7 @@ def render(plan: Plan) -> str:
         f"<h1>{escape(title)}</h1>",
         f'<p class="lead{"" if best.fits else " bad"}">{escape(headline(plan))}</p>',
         f'<p class="note">{request.concurrency} sequences of {request.input_len:,} + {request.output_len:,} tokens, weights '
-        f"{request.dtype}, states {request.state_dtype}, KV pages {request.kv_dtype}, {plan.chips} chips × {plan.cores} cores. "
+        f"{request.dtype}, states {request.state_dtype}, KV pages {request.kv_dtype}, {machine(plan)}. "
         "Compiled by the TPU compiler; every time is modelled, none is measured.</p>",
         "<h2>Layouts</h2>",
         _layouts(plan),
@@ -56,9 +56,9 @@ def render(plan: Plan) -> str:
         body += [_layout(best, plan.layers)] if best.steps else []
     if rows := comparisons(plan):
         body += ["<h2>Beside published timings</h2>", _table(
-            ("", "published", "modelled here", "difference"),
+            ("", "published", f"modelled, {best.name}", "difference"),
             [(what, published, ours, f"{error:+.0%}") for what, published, ours, error in rows],
-        ), '<p class="note">Google’s Qwen 3.5-397B-A17B in FP8 on one Ironwood VM.</p>']  # fmt: skip
+        ), f'<p class="note">Google’s Qwen 3.5-397B-A17B in FP8 on one Ironwood VM. {LEFT_OUT}</p>']  # fmt: skip
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>'
@@ -100,7 +100,7 @@ def _step(step: Step, layers: int) -> str:
     parts = [
         f"<h2>{escape(step.kind.capitalize())}: {1e3 * step.seconds:.2f} ms modelled</h2>",
         f"<p>{step.tokens:,} tokens on all devices; roofline {1e3 * bound.peak:.2f} ms at peak, {1e3 * bound.derated:.2f} ms "
-        f"at the bandwidth that was measured; what binds: {step.binds}.</p>",
+        f"at the bandwidth that was measured; bound by {step.binds}.</p>",
     ]
     if drawn:
         parts += ["<h3>One layer or period of layers</h3>", drawn]

@@ -110,7 +110,7 @@ def _plan_layout(
     steps = {}
     modules = {name: parse(step.hlo) for name, step in compiled.items()}
     for kind, (graph, load) in _loads(request, mesh, compiled).items():
-        expected, kernels = _expectations(request, text, compiled[graph], load, mesh)
+        expected, kernels = _expectations(request, text, compiled[graph], modules[graph], load, mesh)
         bound = roofline(expected, layout.memory, parameters, where.chip, _MATRIX[request.dtype], mesh.devices)
         steps[kind] = _step(kind, compiled[graph], modules[graph], where, expected, kernels, bound)
     throughput, first, burst, output = _request_times(request, mesh, steps)
@@ -138,7 +138,9 @@ def _loads(request: PlanRequest, mesh: DeviceMesh, compiled: dict[str, CompiledS
     return loads
 
 
-def _expectations(request: PlanRequest, text, step: CompiledStep, load: Load, mesh: DeviceMesh) -> tuple[Expectations, Kernels]:
+def _expectations(
+    request: PlanRequest, text, step: CompiledStep, module: Module, load: Load, mesh: DeviceMesh
+) -> tuple[Expectations, Kernels]:
     slots = step.slots
     rows = step.graph.tokens or slots
     state_bytes = 2 if request.state_dtype == "bfloat16" else 4
@@ -146,7 +148,7 @@ def _expectations(request: PlanRequest, text, step: CompiledStep, load: Load, me
         text, load, rows, request.dtype == "fp8", mesh.shards("heads"), state_bytes, mesh.chips,
         request.page_size, KV_DTYPES[request.kv_dtype],
     )  # fmt: skip
-    passes = kernels.experts.passes if kernels.experts and kernels.experts.pallas else None
+    passes = kernels.experts.passes if module.runs_kernel("ragged_moe_experts") else None
     return Expectations(text, load, rows, slots, request.page_size, passes), kernels
 
 

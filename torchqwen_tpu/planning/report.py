@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from custom_ops.cost_model import GIB
 from torchqwen_tpu.planning.memory import PAGES
-from torchqwen_tpu.planning.published import comparisons
+from torchqwen_tpu.planning.published import LEFT_OUT, comparisons
 from torchqwen_tpu.planning.result import LayoutPlan, Plan, Step
 from torchqwen_tpu.planning.table import aligned
 
@@ -33,6 +33,15 @@ def headline(plan: Plan) -> str:
     )
 
 
+def machine(plan: Plan) -> str:
+    """Its chips and their cores."""
+    return f"{_many(plan.chips, 'chip')} × {_many(plan.cores, 'core')}"
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count > 1 else ''}"
+
+
 def why_not(layout: LayoutPlan) -> str:
     """By how much a layout does not fit."""
     if layout.memory is None:
@@ -48,7 +57,7 @@ def why_not(layout: LayoutPlan) -> str:
 def _summary(plan: Plan) -> Iterator[str]:
     yield headline(plan)
     billions = sum(plan.parameters.values()) / 1e9
-    yield f"{billions:.1f} B parameters, {plan.chips} chips × {plan.cores} cores. All times are modelled."
+    yield f"{billions:.1f} B parameters, {machine(plan)}. All times are modelled."
     yield ""
     yield from aligned(beside_each_other(plan))
     for layout in plan.layouts:
@@ -84,6 +93,7 @@ def beside_each_other(plan: Plan) -> list[tuple[str, ...]]:
     return rows + [
         _row("mean decode step, ms", timed, lambda layout: f"{1e3 * layout.time_per_output_token:.2f}"),
         _row("first token of a prompt that joins, s", timed, lambda layout: f"{layout.time_to_first_token:.2f}"),
+        _row("  on average if all come at once, s", timed, lambda layout: f"{layout.time_to_first_token_burst:.2f}"),
         _row("tokens/s/chip", timed, lambda layout: f"{layout.tokens_per_second_chip['mixed']:,.0f}"),
         _row("compiled in, s", timed, lambda layout: f"{layout.compile_seconds:.0f}"),
     ]
@@ -121,14 +131,11 @@ def _layout(layout: LayoutPlan, layers: int) -> Iterator[str]:
     memory = layout.memory
     yield ""
     yield f"Memory of a core, layout {layout.name} (GiB of {memory.capacity / GIB:.0f})"
-    rows = [(f"  {part}", f"{size / GIB:.2f}") for part, size in memory.weights.items()]
     room = f"{memory.sequences} × {memory.tokens:,} tokens"
-    rows += [(f"  {kind}, {room}", f"{size / GIB:.2f}") for kind, size in memory.states.items()]
-    rows += [
-        ("  padding and metadata", f"{memory.padding / GIB:.2f}"), ("  temporaries", f"{memory.temporaries / GIB:.2f}"),
-        ("  programs", f"{memory.code / GIB:.2f}"), ("  left", f"{memory.left / GIB:.2f}"),
-    ]  # fmt: skip
-    yield from aligned(rows)
+    parts = memory.weights | {f"{kind}, {room}": size for kind, size in memory.states.items()}
+    parts |= {"padding and metadata": memory.padding, "temporaries": memory.temporaries, "programs": memory.code}
+    listed = {part: size for part, size in parts.items() if size >= 0.005 * GIB} | {"left": memory.left}
+    yield from aligned([(f"  {part}", f"{size / GIB:.2f}") for part, size in listed.items()])
     if not layout.steps:
         return
     yield (
@@ -144,7 +151,7 @@ def _step(step: Step, layers: int) -> Iterator[str]:
     yield ""
     yield (
         f"{step.kind}: modelled {1e3 * step.seconds:.2f} ms for {step.tokens:,} tokens; roofline {1e3 * bound.peak:.2f} ms at "
-        f"peak, {1e3 * bound.derated:.2f} ms at measured bandwidth; {step.binds} binds"
+        f"peak, {1e3 * bound.derated:.2f} ms at measured bandwidth; bound by {step.binds}"
     )
     rows = [("  class", "runs", "ms", "share", "bundles", "HBM MB", "bound")]
     listed = list(step.costs.items())
@@ -171,6 +178,7 @@ def _published(plan: Plan) -> Iterator[str]:
     if rows:
         yield ""
         yield "Beside what Google published for this model and machine (FP8)"
-        yield from aligned([("  ", "published", "modelled here", "difference")] + [
+        yield from aligned([("  ", "published", f"modelled, {plan.best.name}", "difference")] + [
             (f"  {what}", published, ours, f"{error:+.0%}") for what, published, ours, error in rows
         ])  # fmt: skip
+        yield f"  {LEFT_OUT}"
