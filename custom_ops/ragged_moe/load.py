@@ -26,10 +26,12 @@ class ExpertsLoad:
     Args:
         shape: what the kernels are built for.
         tokens: rows that hold one.
+        passes: over which the work is spread; turns and bytes are those of one of them.
     """
 
     shape: ExpertsShape
     tokens: float
+    passes: int = 1
 
     @property
     def pallas(self) -> bool:
@@ -47,12 +49,18 @@ class ExpertsLoad:
 
     @property
     def pairs(self) -> float:
-        return self.filled.mean_pairs
+        """Of a pass."""
+        return self.filled.mean_pairs / self.passes
 
     @property
-    def passes(self) -> int:
-        """Over the experts; more than one where pairs are too many for the memory of their results."""
-        return -(-math.ceil(self.pairs) // plan(self.shape).pairs)
+    def items(self) -> float:
+        """Tiles of an expert's rows in a pass."""
+        return self.shape.experts * tiles_of_an_expert(self.filled, plan(self.shape).tile) / self.passes
+
+    def by_pass(self) -> ExpertsLoad:
+        """The same by pass: there is more than one where pairs are too many for the memory of their results."""
+        passes = -(-math.ceil(self.filled.mean_pairs) // plan(self.shape).pairs)
+        return dataclasses.replace(self, passes=passes)
 
     @property
     def blocks(self) -> int:
@@ -65,15 +73,15 @@ class ExpertsLoad:
 
     def turns(self, kernel: str, loop: Loop) -> float | None:
         """How often a loop of a kernel runs each time that it is entered; None for what the schedule or nobody knows."""
-        items = self.shape.experts * tiles_of_an_expert(self.filled, plan(self.shape).tile)
         if kernel.startswith("ragged_moe_group") and not loop.inner and loop.own < SHORT_LOOP:
-            return items / self.shape.experts  # its exit test compares with another loop's constant
+            return self.items / self.shape.experts  # its exit test compares with another loop's constant
         if loop.steps is not None:
             return None
         if kernel.startswith("ragged_moe_experts"):
             if loop.inner:
-                return items
-            return self.shape.experts * tiles_of_an_expert(self.filled, GROUP) / items  # groups of an item's rows
+                return self.items
+            tile = plan(self.shape).tile
+            return tiles_of_an_expert(self.filled, GROUP) / tiles_of_an_expert(self.filled, tile)  # groups of an item's rows
         if kernel.startswith("ragged_moe_combine"):
             return self.pieces
         if kernel.startswith("ragged_moe_group"):
@@ -84,11 +92,11 @@ class ExpertsLoad:
 
     def bytes(self, kernel: str) -> float | None:
         """Bytes that a kernel moves, where it touches only a part of what it is given: experts that are hit, and each pair's
-        row read and result written; then results read and rows written."""
+        row read and result written; then results read and rows written, and read from the second pass on."""
         shape, row = self.shape, 2 * self.shape.hidden
         if kernel.startswith("ragged_moe_experts"):
             scales = 4 * (2 * shape.width + shape.hidden) * shape.experts if shape.scales == "channel" else 0
-            return self.hit * shape.weight_bytes + scales + 2 * row * self.pairs
+            return self.hit / self.passes * shape.weight_bytes + scales + 2 * row * self.pairs
         if kernel.startswith("ragged_moe_combine"):
-            return self.blocks * self.pieces * PIECE * row + shape.rows * row
+            return self.blocks * self.pieces * PIECE * row + (2 - 1 / self.passes) * shape.rows * row
         return None

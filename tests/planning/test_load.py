@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from support import moe_config
 
@@ -72,6 +74,18 @@ def test_kernels_of_the_experts_agree_with_their_schedule_cases(tokens):
     assert known.turns("ragged_moe_experts.3", UNKNOWN) >= 1
     assert known.turns("ragged_moe_combine", UNKNOWN) >= 1
     assert known.turns("ragged_moe_experts", Loop(0, 5, own=5, steps=4)) is None
+
+
+def test_passes_over_the_experts_share_their_work():
+    load = Load(1024, 100, ranks=8, devices=8, decode_graph=True)
+    known = kernels(load, rows=1024)
+    assert known.experts.passes == 2
+    assert expected(load, rows=1024, passes=2).turns(loop("jit(ragged_moe)/while"), ()) == 1
+    whole = dataclasses.replace(known.experts, passes=1)
+    for name, again in (("ragged_moe_experts", 0.01), ("ragged_moe_combine", 1)):
+        assert 1 <= 2 * known.bytes(name) / whole.bytes(name) < 1 + again
+    assert 2 * known.turns("ragged_moe_experts", OUTER) == pytest.approx(whole.turns("ragged_moe_experts", OUTER))
+    assert known.turns("ragged_moe_experts", UNKNOWN) == whole.turns("ragged_moe_experts", UNKNOWN)
 
 
 def test_an_empty_graph_takes_less_than_a_full_one():

@@ -80,8 +80,7 @@ def _compiled(layers: dict[int, Layer]) -> dict[int, CompiledStep]:
 def _seconds(step: CompiledStep, load: Load, rows: int, slots: int = 1) -> float:
     module, where = parse(step.hlo), find_topology(MACHINE)
     kernels = Kernels(CONFIG, load, rows, True, 1, 4, CHIPS if load.devices > 1 else 1)
-    passes = kernels.experts.passes if kernels.experts.pallas else None
-    expected = Expectations(CONFIG, load, rows, slots, 256, passes)
+    expected = Expectations(CONFIG, load, rows, slots, 256, kernels.experts.passes)
     programs = Programs(module, step.schedules, kernels.turns, kernels.bytes)
     return Player(module, programs, where.chip, where.places, Classes(()), expected.turns, kernels.seconds).play().seconds
 

@@ -137,4 +137,5 @@ def _experts(config, load: Load, rows: int, fp8: bool, chips: int) -> ExpertsLoa
     shape = ExpertsShape(
         taken, top_k, experts // load.devices, experts, hidden, width, dtype, "channel" if fp8 else "none"
     )
-    return ExpertsLoad(shape, load.tokens / parts)
+    own = ExpertsLoad(shape, load.tokens / parts)
+    return own.by_pass() if own.pallas else own
