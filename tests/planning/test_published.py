@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from test_memory import memory
 
 from torchqwen_tpu.planning import LayoutPlan, Plan, PlanRequest, Step
+from torchqwen_tpu.planning.memory import Memory
 from torchqwen_tpu.planning.published import comparisons
 from torchqwen_tpu.planning.roofline import Roofline
 
 
 def planned(step: float, rate: float, **request) -> Plan:
-    bound = Roofline({}, 0.0, 13.1e-3, 15.0e-3)
+    bound, room = Roofline({}, 0.0, 13.1e-3, 15.0e-3), Memory(1, {}, {}, 0, 0, 0, 8, 8, 9216, 0, 0, 256, 262144)
     layout = LayoutPlan(
-        "dp", "dp8", 8, memory=memory("Qwen3.5-397B-A17B.json"), time_per_output_token=step,
+        "dp", "dp8", 8, memory=room, time_per_output_token=step,
         steps={"decode, start": Step("decode, start", step, 64, {}, (), bound, ())}, tokens_per_second_chip={"mixed": rate},
     )  # fmt: skip
     return Plan(PlanRequest("m", **{"dtype": "fp8"} | request), 4, 2, 60, {"all": 396_300_000_000}, (layout,))
