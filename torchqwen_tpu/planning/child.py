@@ -40,6 +40,8 @@ def _compile(graph: Graph, hlo: Path) -> dict:
             raise
         xla = {name: "xla" for name, choices in IMPLEMENTATIONS.items() if {"xla", "pallas_tpu"} <= set(choices)}
         reason = " ".join(str(error).split())[:200]
+        for file in (hlo.parent / "dump").glob("*"):  # schedules of the graph that was refused, whose names come again
+            file.unlink()
         note = f"planned with RuntimeConfig(implementations={xla}), as a Pallas kernel does not compile for this chip: {reason}"
         return _compile_with(graph, hlo, xla) | {"note": note}
 
