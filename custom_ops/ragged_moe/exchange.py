@@ -8,17 +8,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from custom_ops.all_gather import AllGatherShape
 from custom_ops.ragged_moe.wire import Tokens, pack, unpack
 from custom_ops.reduce_scatter import ReduceScatterShape
 
 
-def dispatch(tokens: Tokens | jax.Array, token_axes: tuple[str, ...]) -> Tokens | jax.Array:
+def dispatch(tokens: Tokens | jax.Array, token_axes: tuple[str, ...], all_gather: Callable) -> Tokens | jax.Array:
     """Tokens of all devices, in the order of the devices, by one all-gather: packed, for `arrived` to take apart. Without token
-    axes they are whole already."""
+    axes they are whole already.
+
+    all_gather: see `custom_ops.all_gather`.
+    """
     if not token_axes:
         return tokens
     packed = pack(tokens) if isinstance(tokens, Tokens) else tokens
-    return lax.all_gather(packed, token_axes, axis=0, tiled=True)
+    return all_gather(packed, shape=AllGatherShape.of(packed, token_axes), axes=token_axes)
 
 
 def arrived(dispatched: Tokens | jax.Array, *, hidden: int, top_k: int) -> Tokens:
