@@ -1,10 +1,10 @@
 """The kernel of the hierarchical all-gather: what one core sends on, and when.
 
-A core gets over ICI only what the cores of its own number have on the other chips, and over the die-to-die link, from the other
-core of its chip, all the rest: of what a chip gathers each link carries one half for each core, and nothing twice. It is the
-hierarchical reduce-scatter backwards. Columns are split into as many streams as the hypercube of chips has dimensions; in
-each step a stream crosses another one of them, and takes along what its earlier steps have brought. See
-`custom_ops.hypercube.layout` for the places.
+A core gets over ICI only what the cores of its own number have on the other chips, and all the rest from the other core of its
+chip, over the die-to-die link: what a chip gathers reaches it over ICI once, one half for each core. It is the hierarchical
+reduce-scatter backwards. Columns are split into as many streams as the hypercube of chips has dimensions; in each step a
+stream crosses another one of them, and takes along what its earlier steps have brought. See `custom_ops.hypercube.layout`
+for the places.
 
 A device's own rows need nothing and are sent over all links at once; what arrives in a step is sent over the links of the
 later steps, and over the die-to-die link, while the wires still carry what was queued before. Rows are cut into pieces,

@@ -49,11 +49,11 @@ def _ragged_moe(
     )  # fmt: skip
 
     parts = [_part(tokens, number, micro_batches) for number in range(micro_batches)]
-    batches, results = [dispatch(parts[0], token_axes, all_gather)], []
+    batches, results = [dispatch(parts[0], token_axes, expert_axes, all_gather)], []
     for part in parts[1:]:
         # The first one has the links to itself; the others are XLA's, which run beside the experts.
         part, batches[0] = lax.optimization_barrier((part, batches[0]))
-        batches.append(dispatch(part, token_axes, all_gather_xla.all_gather))
+        batches.append(dispatch(part, token_axes, expert_axes, all_gather_xla.all_gather))
     for number in range(micro_batches):
         partial = local_experts(batches[number], gate_up, down)
         if number + 1 < micro_batches:

@@ -2,8 +2,7 @@
 
 For each micro-batch of rows: the cores of a chip send each other the rows that the other one keeps (phase 1, over the
 die-to-die link) and add; then the chips halve what is left once for each dimension of their hypercube (phase 2, over ICI),
-the columns split into as many streams, each on another link. See
-`custom_ops.hypercube.layout` for the places.
+the columns split into as many streams, each on another link. See `custom_ops.hypercube.layout` for the places.
 
 It is a pipeline with a stage for phase 1 and one for each step of phase 2. In round i micro-batch i leaves phase 1 and
 enters the first step, then micro-batch i - 1 - s leaves step s, for each s; phase 1 is started two micro-batches ahead. So
