@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable
 
+from custom_ops.all_gather import pallas_tpu as all_gather_pallas
+from custom_ops.all_gather import reference as all_gather_reference
+from custom_ops.all_gather import xla as all_gather_xla
 from custom_ops.gated_delta_net import pallas_tpu as gated_delta_net_pallas
 from custom_ops.gated_delta_net import reference as gated_delta_net_reference
 from custom_ops.gated_delta_net import xla as gated_delta_net_xla
@@ -23,6 +26,11 @@ from custom_ops.reduce_scatter import reference as reduce_scatter_reference
 from custom_ops.reduce_scatter import xla as reduce_scatter_xla
 
 IMPLEMENTATIONS: dict[str, dict[str, Callable]] = {
+    "all_gather": {
+        "reference": all_gather_reference.all_gather,
+        "xla": all_gather_xla.all_gather,
+        "pallas_tpu": all_gather_pallas.all_gather,
+    },
     "gated_delta_net": {
         "reference": gated_delta_net_reference.gated_delta_net,
         "xla": gated_delta_net_xla.gated_delta_net,
@@ -46,6 +54,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Callable]] = {
 }
 
 SUPPORTS: dict[str, dict[str, Callable[..., bool]]] = {
+    "all_gather": {"pallas_tpu": all_gather_pallas.supports},
     "gated_delta_net": {"pallas_tpu": gated_delta_net_pallas.supports},
     "ragged_moe": {"pallas_tpu": ragged_moe_plan.supports},
     "ragged_paged_attention": {"pallas_tpu": attention_layout.supports},

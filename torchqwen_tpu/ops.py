@@ -53,7 +53,7 @@ class Operations:
         self._moe_wire, self._moe_micro_batches = runtime.moe_wire, runtime.moe_micro_batches
         self._functions: dict[str, Callable] = {
             name: implementation(name, current_platform(), runtime.implementations.get(name))
-            for name in ("gated_delta_net", "ragged_moe", "ragged_paged_attention", "reduce_scatter")
+            for name in ("all_gather", "gated_delta_net", "ragged_moe", "ragged_paged_attention", "reduce_scatter")
         }
 
     def _op(self, name: str, function: Callable, inputs: tuple[Axes, ...], outputs: tuple[Axes, ...], **static) -> JaxOp:
@@ -135,6 +135,7 @@ class Operations:
             "wire": self._moe_wire or ("float8_e4m3fn" if small and weights == torch.float8_e4m3fn else None),
             "sum_dtype": "bfloat16" if small else "float32",
             "micro_batches": micro_batches,
+            "all_gather": self._functions["all_gather"],
             "reduce_scatter": self._functions["reduce_scatter"],
         }
 

@@ -3,8 +3,8 @@
 Every implementation is a function with this signature (T tokens and E / devices experts of one device):
 
     ragged_moe(hidden, router_logits, valid, gate_up, down, gate_up_scale=None, down_scale=None, *, top_k, token_axes,
-               expert_axes, round_weights=False, wire=None, sum_dtype="float32", micro_batches=1, reduce_scatter=...,
-               layer=None)
+               expert_axes, round_weights=False, wire=None, sum_dtype="float32", micro_batches=1, all_gather=...,
+               reduce_scatter=..., layer=None)
         -> output
 
     hidden           [T, hidden size]
@@ -24,6 +24,8 @@ Every implementation is a function with this signature (T tokens and E / devices
     sum_dtype        dtype in which the devices' partial sums travel
     micro_batches    parts of the tokens that follow each other, so that one part's all-gather is under way during another's
                      experts; None for what `cost` chooses for a TPU
+    all_gather       one of `custom_ops.all_gather`, for the first micro-batch; XLA's by default. The others' is always XLA's,
+                     which runs beside the experts
     reduce_scatter   one of `custom_ops.reduce_scatter`; XLA's by default
     layer            [] int32 or None: the weights are stacks [layers, ...], and this is the one to use. An implementation
                      reads it in place: a slice of a stack would be a copy of all of a layer's experts

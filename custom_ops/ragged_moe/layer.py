@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from custom_ops.all_gather import xla as all_gather_xla
 from custom_ops.ragged_moe import cost
 from custom_ops.ragged_moe.exchange import arrived, combine, dispatch, first_local_expert
 from custom_ops.ragged_moe.routing import route
@@ -30,7 +31,7 @@ def with_packed_experts(send: Callable, experts: Callable) -> Callable:
 def _ragged_moe(
     send, experts, hidden, router_logits, valid, gate_up, down, gate_up_scale=None, down_scale=None, *,
     top_k, token_axes=(), expert_axes=(), round_weights=False, wire=None, sum_dtype="float32", micro_batches=1,
-    reduce_scatter=reduce_scatter_xla.reduce_scatter, layer=None, interpret=None,
+    all_gather=all_gather_xla.all_gather, reduce_scatter=reduce_scatter_xla.reduce_scatter, layer=None, interpret=None,
 ):  # fmt: skip
     wire = jnp.dtype(wire or hidden.dtype)
     if micro_batches is None:
@@ -47,8 +48,12 @@ def _ragged_moe(
         num_experts=router_logits.shape[-1], dtype=hidden.dtype, **options,
     )  # fmt: skip
 
-    results = []
-    batches = [dispatch(_part(tokens, number, micro_batches), token_axes) for number in range(micro_batches)]
+    parts = [_part(tokens, number, micro_batches) for number in range(micro_batches)]
+    batches, results = [dispatch(parts[0], token_axes, expert_axes, all_gather)], []
+    for part in parts[1:]:
+        # The first one has the links to itself; the others are XLA's, which run beside the experts.
+        part, batches[0] = lax.optimization_barrier((part, batches[0]))
+        batches.append(dispatch(part, token_axes, expert_axes, all_gather_xla.all_gather))
     for number in range(micro_batches):
         partial = local_experts(batches[number], gate_up, down)
         if number + 1 < micro_batches:

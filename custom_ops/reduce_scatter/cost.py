@@ -7,27 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from custom_ops.cost_model import HOP, START, TPU7X
-from custom_ops.reduce_scatter.layout import LANES, crossed_dimension, step_slabs, streams
+from custom_ops.cost_model import HOP
+from custom_ops.hypercube.layout import LANES, crossed_dimension, step_slabs, streams
+from custom_ops.hypercube.links import DIE_TO_DIE, HBM, ICI, Link, flat_time
+from custom_ops.hypercube.links import STATEMENT as LINKS
 from custom_ops.reduce_scatter.shapes import ReduceScatterShape
 
-ICI = TPU7X.ici_link
-"""Bytes a second over one ICI link, one way; the two cores of a chip share it."""
-DIE_TO_DIE = TPU7X.die_to_die
-"""Bytes a second between the two cores of a chip, one way."""
-HBM = TPU7X.hbm_bandwidth
 SUMS = 1.3e12
 """Elements added a second: 1.7 bundles for 1,024 FP32 sums in the compiler's schedule, at 2.2 GHz (inferred)."""
 
-STATEMENT = (
-    f"Model: {ICI / 1e9:.0f} GB/s one way over each ICI link, one link for each dimension of the hypercube of chips, shared "
-    f"by a chip's two cores; {DIE_TO_DIE / 1e9:.0f} GB/s one way between the two; {HOP * 1e6:.0f} µs for each hop that "
-    f"another one waits for and for the barrier, {START * 1e6:.2f} µs more for each remote write (both assumed); "
-    f"{SUMS / 1e12:.1f}e12 sums a second; HBM at {HBM / 1e12:.2f} TB/s. XLA's psum_scatter: every core's terms for other "
-    "chips cross ICI for themselves, spread over all links, in as many dependent hops. That is the all-gather backwards "
-    "whose published times (559 µs in BF16, 283 µs in FP8) are, to 2 %, those of 8,192 tokens of 4,096 columns that each "
-    "core of a chip fetches for itself (our inference; the size is not stated)."
-)
+STATEMENT = f"{LINKS} Reduce-scatter: {SUMS / 1e12:.1f}e12 sums a second; HBM at {HBM / 1e12:.2f} TB/s."
 
 
 def hierarchical_time(shape: ReduceScatterShape, micro_batches: int) -> float:
@@ -35,7 +24,7 @@ def hierarchical_time(shape: ReduceScatterShape, micro_batches: int) -> float:
     rows, hidden = -(-shape.rows_per_device // micro_batches), -(-shape.hidden // LANES) * LANES
     slab = rows * hidden
     widths = [last - first for first, last in streams(0, hidden, shape.dimensions)]
-    die, links = _Link(DIE_TO_DIE), [_Link(ICI / shape.cores) for _ in range(shape.dimensions)]
+    die, links = Link(DIE_TO_DIE), [Link(ICI / shape.cores) for _ in range(shape.dimensions)]
     now, swapped, arrived = HOP, {}, {}
 
     def start_phase_1(index):
@@ -73,14 +62,8 @@ def hierarchical_time(shape: ReduceScatterShape, micro_batches: int) -> float:
 
 
 def xla_time(shape: ReduceScatterShape) -> float:
-    """Seconds of psum_scatter without a hierarchy, which sends each core's terms over ICI for itself."""
-    per_core = shape.rows_per_device * shape.hidden * shape.itemsize
-    swap = (shape.cores - 1) * shape.chips * per_core / DIE_TO_DIE
-    hops = HOP + (shape.dimensions + (shape.cores > 1)) * (HOP + START)
-    if not shape.dimensions:
-        return swap + hops
-    crossing = shape.cores * (shape.devices - shape.cores) * per_core
-    return max(crossing / (shape.dimensions * ICI), swap) + hops
+    """Seconds of psum_scatter, which sends each core's terms over ICI for itself."""
+    return flat_time(shape.chips, shape.cores, shape.rows_per_device * shape.hidden * shape.itemsize)
 
 
 def wire_bytes(shape: ReduceScatterShape) -> tuple[int, int]:
@@ -104,18 +87,6 @@ def table(shapes: Sequence[ReduceScatterShape]) -> str:
             f"{xla:15.1f}  {xla / ours:27.2f}"
         )
     return "\n".join([STATEMENT, "", *lines])
-
-
-class _Link:
-    """A link that carries one thing after the other."""
-
-    def __init__(self, bytes_per_second: float):
-        self.bytes_per_second, self.free = bytes_per_second, 0.0
-
-    def carry(self, now: float, size: int) -> float:
-        """When `size` bytes handed over at `now` have arrived."""
-        self.free = max(self.free, now) + START + size / self.bytes_per_second
-        return self.free + HOP
 
 
 if __name__ == "__main__":

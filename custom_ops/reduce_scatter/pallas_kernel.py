@@ -2,7 +2,7 @@
 
 For each micro-batch of rows: the cores of a chip send each other the rows that the other one keeps (phase 1, over the
 die-to-die link) and add; then the chips halve what is left once for each dimension of their hypercube (phase 2, over ICI),
-the columns split into as many streams, each on another link. See `layout` for the places.
+the columns split into as many streams, each on another link. See `custom_ops.hypercube.layout` for the places.
 
 It is a pipeline with a stage for phase 1 and one for each step of phase 2. In round i micro-batch i leaves phase 1 and
 enters the first step, then micro-batch i - 1 - s leaves step s, for each s; phase 1 is started two micro-batches ahead. So
@@ -27,7 +27,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from custom_ops.reduce_scatter import layout
+from custom_ops.hypercube import layout
+from custom_ops.hypercube.partners import Partners
 from custom_ops.reduce_scatter.plan import ROW_TILE, Plan
 from custom_ops.reduce_scatter.shapes import ReduceScatterShape
 
@@ -64,7 +65,7 @@ def scratch_shapes(shape: ReduceScatterShape, cut: Plan, columns: int, dtype) ->
 def kernel(partial, output, *, shape: ReduceScatterShape, cut: Plan, block: tuple[int, int], axes, **scratch) -> None:
     """partial [chips, cores, rows a device, hidden] and output [rows a device, columns of the block] in HBM."""
     core = _Core(partial, output, shape, cut, block, axes, scratch)
-    core.meet_partners()
+    core.partners.meet()
     last = cut.micro_batches
     for index in range(min(last, 2)):
         core.start_phase_1(index)
@@ -92,20 +93,11 @@ class _Core:
     def __init__(self, partial, output, shape, cut, block, axes, scratch):
         self.partial, self.output, self.cut, self.block = partial, output, cut, block
         self.chips, self.steps = shape.chips, shape.dimensions
-        self.chip_axis, self.core_axis = axes
-        self.chip, self.core = lax.axis_index(self.chip_axis), lax.axis_index(self.core_axis)
-        self.scratch = scratch
+        self.partners, self.scratch = Partners(axes, self.steps), scratch
         edges = layout.streams(*block, self.steps)
         self.streams = {
             stream: (first - block[0], last - first) for stream, (first, last) in enumerate(edges) if last > first
         }
-
-    def meet_partners(self) -> None:
-        barrier = pltpu.get_barrier_semaphore()
-        partners = [self.other_core(), *(self.neighbour(dimension) for dimension in range(self.steps))]
-        for partner in partners:
-            pl.semaphore_signal(barrier, device_id=partner)
-        pl.semaphore_wait(barrier, len(partners))
 
     # Phase 1: the cores of a chip.
 
@@ -123,26 +115,26 @@ class _Core:
         for stream in self.streams:
 
             def terms(slab, rows, columns, stream=stream):
-                chip = self.chip ^ layout.relative_chip(slab, stream, self.steps)
+                chip = self.partners.chip ^ layout.relative_chip(slab, stream, self.steps)
                 return (part[slot, chip, rows, columns].astype(jnp.float32) for part in (own, swapped))
 
             self.add(index, stream, 0, terms)
-        give_credit(self.scratch["swap_credit"].at[slot], self.other_core(), index, self.cut)
+        give_credit(self.scratch["swap_credit"].at[slot], self.partners.other_core(), index, self.cut)
         self.pass_on(index, 0)
 
     def load(self, index):
         slot = self.slot(index)
-        source = self.partial.at[:, self.core, self.rows(index), self.columns()]
+        source = self.partial.at[:, self.partners.core, self.rows(index), self.columns()]
         return pltpu.make_async_copy(source, self.scratch["own"].at[slot], self.scratch["loaded"].at[slot])
 
     def swap(self, index):
         slot = self.slot(index)
         return pltpu.make_async_remote_copy(
-            self.partial.at[:, 1 - self.core, self.rows(index), self.columns()],
+            self.partial.at[:, 1 - self.partners.core, self.rows(index), self.columns()],
             self.scratch["swapped"].at[slot],
             self.scratch["swap_left"].at[slot],
             self.scratch["swap_arrived"].at[slot],
-            device_id=self.other_core(),
+            device_id=self.partners.other_core(),
         )
 
     # Phase 2: the chips.
@@ -159,7 +151,7 @@ class _Core:
             self.exchange(index, stream, step).wait()
             self.add(index, stream, step + 1, terms)
             dimension = layout.crossed_dimension(stream, step, self.steps)
-            give_credit(self.scratch["step_credit"].at[stream, step, slot], self.neighbour(dimension), index, self.cut)
+            give_credit(self.scratch["step_credit"].at[stream, step, slot], self.partners.neighbour(dimension), index, self.cut)
         self.pass_on(index, step + 1)
 
     def pass_on(self, index, step: int) -> None:
@@ -179,7 +171,7 @@ class _Core:
             self.scratch["received"].at[region],
             self.scratch["step_left"].at[stream, step, slot],
             self.scratch["step_arrived"].at[stream, step, slot],
-            device_id=self.neighbour(layout.crossed_dimension(stream, step, self.steps)),
+            device_id=self.partners.neighbour(layout.crossed_dimension(stream, step, self.steps)),
         )
 
     def store(self, index):
@@ -233,12 +225,6 @@ class _Core:
                 put(one + other, slab, rows, part)
 
     # Places.
-
-    def other_core(self):
-        return {self.chip_axis: self.chip, self.core_axis: 1 - self.core}
-
-    def neighbour(self, dimension: int):
-        return {self.chip_axis: self.chip ^ (1 << dimension), self.core_axis: self.core}
 
     def slot(self, index):
         return index & (self.cut.slots - 1)

@@ -11,13 +11,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from custom_ops.hypercube import layout
+from custom_ops.hypercube.layout import CORES
 from custom_ops.reduce_scatter import plan as planning
 from custom_ops.reduce_scatter.pallas_kernel import kernel, scratch_shapes
 from custom_ops.reduce_scatter.plan import VMEM_BYTES, Plan
 from custom_ops.reduce_scatter.shapes import ReduceScatterShape
 
-CORES = 2
-CHIPS = (1, 2, 4, 8, 16, 32, 64)
 COLLECTIVE = 1
 """Number of the barrier semaphore, no other kernel's. All calls may share it: they have the same partners, and a device that
 is ahead by a call has its partners' terms of the call before, so they have left that one's barrier."""
@@ -35,10 +35,8 @@ def supports(shape: ReduceScatterShape) -> bool:
 
 
 def _refusal(shape: ReduceScatterShape) -> str | None:
-    if shape.cores != CORES:
-        return f"the halves are swapped between {CORES} cores a chip"
-    if shape.chips not in CHIPS:
-        return f"the chips have to be a power of two up to {CHIPS[-1]}"
+    if reason := layout.refusal(shape.chips, shape.cores):
+        return reason
     if shape.dtype not in ("float32", "bfloat16"):
         return "the terms have to be float32 or bfloat16"
     if not shape.rows or not shape.hidden:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from custom_ops.hypercube.layout import LANES, streams
 from custom_ops.reduce_scatter.cost import hierarchical_time
-from custom_ops.reduce_scatter.layout import LANES, streams
 from custom_ops.reduce_scatter.shapes import ReduceScatterShape
 
 ROW_TILE = 16

@@ -92,14 +92,14 @@ def gated_delta_net(tokens: int, sequences: int, decode: bool):
     return op(*inputs), inputs, specs, {10: 1, 11: 2}
 
 
-def experts():
-    """397B's experts for 64 tokens, every core with its own, as the model calls them."""
+def experts(tokens: int):
+    """397B's experts, every core with its own tokens, as the model calls them."""
     from torchqwen_tpu import RuntimeConfig
     from torchqwen_tpu.ops import Operations
     from torchqwen_tpu.parallel.mesh import DeviceMesh
 
     xla_builder._PT_XLA_TYPE_MAP.setdefault(torch.float8_e4m3fn, "f8e4m3fn")  # torch_xla 2.9 forgot it
-    count, hidden, width, tokens, fp8 = 512, 4096, 1024, 64, torch.float8_e4m3fn
+    count, hidden, width, fp8 = 512, 4096, 1024, torch.float8_e4m3fn
     inputs = [
         placeholder(tokens, hidden, dtype=torch.bfloat16), placeholder(tokens, count), placeholder(tokens, dtype=torch.bool),
         placeholder(count, 2 * width, hidden, dtype=fp8), placeholder(count, hidden, width, dtype=fp8),
@@ -140,7 +140,8 @@ GRAPHS = {
     "attention, prefill, FP8": lambda: attention(1024, False, fp8=True),
     "toy": toy,
     "decode": lambda: gated_delta_net(8, 8, True),
-    "experts": experts,
+    "experts": lambda: experts(64),
+    "experts, prefill": lambda: experts(1024),
     "prefill": lambda: gated_delta_net(1024, 8, False),
 }
 

@@ -17,14 +17,11 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, PartitionSpec
+from simulation import SIMULATOR, watched
 
-from custom_ops.reduce_scatter import ReduceScatterShape, layout, pallas_kernel, pallas_tpu, plan, reference, xla
-
-# By default the detector tells about as many DMAs apart as there are devices, and takes others for ordered.
-SIMULATOR = pltpu.InterpretParams(detect_races=True, vector_clock_size=256)
+from custom_ops.hypercube import layout
+from custom_ops.reduce_scatter import ReduceScatterShape, pallas_kernel, pallas_tpu, plan, reference, xla
 
 
 def one_buffer_for_both_phases(partial, output, *, swapped, received, **rest) -> None:
@@ -59,15 +56,8 @@ def run(case: dict) -> dict:
         )
         return in_float64(jax.jit(sharded)(terms.reshape(-1, case["hidden"])))
 
-    states = []
-
-    def recorded(**arguments):
-        states.append(detector(**arguments))
-        return states[-1]
-
-    detector = interpreter.RaceDetectionState
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(interpreter, "RaceDetectionState", recorded))
+        states = stack.enter_context(watched())
         if case["cut"]:
             stack.enter_context(mock.patch.object(plan, "plan", lambda shape: cut_into(shape, *case["cut"])))
         if case["fault"]:

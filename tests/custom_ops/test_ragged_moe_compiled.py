@@ -46,7 +46,7 @@ def compiled(
     layer = functools.partial(
         implementation("ragged_moe", "tpu") if real else with_experts(experts), top_k=TOP_K, token_axes=token_axes,
         expert_axes=AXES, wire="float8_e4m3fn", sum_dtype="bfloat16", micro_batches=micro_batches,
-        reduce_scatter=implementation("reduce_scatter", "tpu"),
+        all_gather=implementation("all_gather", "tpu"), reduce_scatter=implementation("reduce_scatter", "tpu"),
     )  # fmt: skip
     mesh = device_mesh(AbstractMesh((4, 2), AXES))
     rows, split = PartitionSpec(token_axes or None), PartitionSpec(AXES)
@@ -70,17 +70,21 @@ def schedule(hlo: str) -> list[str]:
 def collectives(hlo: str) -> dict[str, int]:
     names = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
     found = {name: len(re.findall(rf" {name}(?:-start)?\(", hlo)) for name in names}
-    kernels = len([name for name in schedule(hlo) if name.startswith("reduce_scatter")])
-    return {name: count for name, count in (found | {"kernel": kernels}).items() if count}
+    for kernel in ("all_gather", "reduce_scatter"):
+        found[f"kernel {kernel}"] = len([name for name in schedule(hlo) if name.startswith(kernel)])
+    return {name: count for name, count in found.items() if count}
 
 
 @pytest.mark.parametrize("real", [False, True], ids=["around", "real"])
 @pytest.mark.parametrize("tokens", [64, 8192])
 def test_one_all_gather_and_one_reduce_scatter(tokens, real):
     hlo = compiled(tokens, real=real).as_text()
-    assert collectives(hlo) == {"all-gather": 1, "kernel": 1}
-    (gathered,) = re.findall(r" = (\S+?)\{\S* all-gather\(", hlo)
-    assert gathered == f"f8e4m3fn[{tokens},{COLUMNS}]"
+    gather, pattern, rows = {
+        64: ("all-gather", r" = (\S+?)\{\S* all-gather\(", "64"),
+        8192: ("kernel all_gather", r" %all_gather\S* = (\S+?)\{", "4,2,1024"),
+    }[tokens]
+    assert collectives(hlo) == {gather: 1, "kernel reduce_scatter": 1}
+    assert re.findall(pattern, hlo) == [f"f8e4m3fn[{rows},{COLUMNS}]"]
 
 
 @pytest.mark.parametrize("real", [False, True], ids=["around", "real"])
@@ -95,29 +99,34 @@ def test_memory_and_no_dense_array(real):
 
 def test_cores_of_a_chip_that_share_tokens_gather_their_halves_from_each_other():
     hlo = compiled(8192, token_axes=("chip",)).as_text()
-    assert collectives(hlo) == {"all-gather": 2, "kernel": 1}
-    gathered = re.findall(r" = (\S+?)\{\S* all-gather\(.*?replica_groups=(\{\{.*?\}\}|\S+?),", hlo)
-    assert {shape for shape, _ in gathered} == {f"f8e4m3fn[8192,{COLUMNS}]", f"bf16[2048,{HIDDEN}]"}
+    assert collectives(hlo) == {"all-gather": 1, "kernel all_gather": 1, "kernel reduce_scatter": 1}
+    assert re.findall(r" = (\S+?)\{\S* all-gather\(", hlo) == [f"bf16[2048,{HIDDEN}]"]
+    assert re.findall(r" %all_gather\S* = (\S+?)\{", hlo) == [f"f8e4m3fn[4,2,1024,{COLUMNS}]"]
 
 
 def test_a_micro_batch_travels_while_the_one_before_is_computed():
-    """The second all-gather starts before the first experts and is waited for after them."""
+    """The first all-gather is a kernel; the second starts after it and before the first experts, and is waited for after them."""
     program = compiled(8192, micro_batches=2)
     names = schedule(program.as_text())
-    assert collectives(program.as_text()) == {"all-gather": 2, "kernel": 2}
+    assert collectives(program.as_text()) == {"all-gather": 1, "kernel all_gather": 1, "kernel reduce_scatter": 2}
     first, second = [number for number, name in enumerate(names) if name.startswith("experts")]
     numbered = list(enumerate(names))
     started, done = (
         max(number for number, name in numbered if re.match(rf"all-gather.*-{what}", name)) for what in ("start", "done")
     )
-    assert started < first < done < second
+    kernel = next(number for number, name in numbered if name.startswith("all_gather"))
+    assert kernel < started < first < done < second
     assert program.memory_analysis().temp_size_in_bytes < 256 * 2**20
 
 
 @pytest.mark.spmd
-def test_the_operation_in_a_graph_of_torch_xla():
-    """With the wire and the reduce-scatter that the model takes by itself on a TPU."""
-    graph = compiled_graph("experts")
+@pytest.mark.parametrize(
+    "graph, gathered, gathers", [("experts", [f"f8e4m3fn[64,{COLUMNS}]"], 0), ("experts, prefill", [], 1)], ids=["64", "1,024"]
+)
+def test_the_operation_in_a_graph_of_torch_xla(graph, gathered, gathers):
+    """With the wire and the collectives that the model takes by itself on a TPU."""
+    graph = compiled_graph(graph)
     assert "ragged_moe" in graph["operations"]
-    assert graph["gathered"] == [f"f8e4m3fn[64,{COLUMNS}]"]
-    assert len([name for name in graph["kernels"] if name.startswith("reduce_scatter")]) == 1
+    assert graph["gathered"] == gathered
+    kernels = [name.rpartition(".")[0] or name for name in graph["kernels"]]
+    assert (kernels.count("all_gather"), kernels.count("reduce_scatter")) == (gathers, 1)

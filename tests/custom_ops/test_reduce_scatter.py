@@ -3,54 +3,27 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import simulation
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from custom_ops.reduce_scatter import ReduceScatterShape, cost, layout, pallas_tpu
+from custom_ops.hypercube import layout
+from custom_ops.hypercube.layout import CHIPS
+from custom_ops.reduce_scatter import ReduceScatterShape, cost, pallas_tpu
 from custom_ops.reduce_scatter.plan import VMEM_BYTES, buffer_bytes, plan
 from custom_ops.tpu_compiler import compile_jax, device_mesh
 
-ROOT = Path(__file__).parents[2]
-CHIPS = (1, 2, 4, 8, 16, 32, 64)
+simulate = functools.partial(simulation.simulate, "simulated_reduce_scatter.py")
 
 
 def case(chips, rows, hidden, dtype="float32", cut=None, values="integers", fault=None) -> dict:
     return {
         "chips": chips, "rows": rows, "hidden": hidden, "dtype": dtype, "cut": cut, "values": values, "fault": fault,
     }  # fmt: skip
-
-
-@functools.cache
-def _simulate(cases: str) -> list[dict]:
-    devices = 2 * max(case["chips"] for case in json.loads(cases))
-    settings = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
-        "JAX_PLATFORMS": "cpu",
-        # Threads of XLA's client: the devices wait for each other in callbacks, and copying a large argument of a callback
-        # takes a thread of its own, so with few cores they would wait forever.
-        "NPROC": "64",
-    }
-    script = Path(__file__).with_name("simulated_reduce_scatter.py")
-    done = subprocess.run(
-        [sys.executable, script, cases], env={**os.environ, **settings}, capture_output=True, text=True, timeout=1800
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def simulate(cases: dict[str, dict], name: str) -> dict:
-    """What came of a case; all of a table run in one process, once."""
-    return dict(zip(cases, _simulate(json.dumps(list(cases.values()))), strict=True))[name]
 
 
 EIGHT_DEVICES = {

@@ -135,6 +135,11 @@ def test_the_reduce_scatter_is_modelled_by_its_own_cost():
     assert kernels(DECODE).seconds("gated_delta_net_decode", operand) is None
 
 
+def test_the_all_gather_is_modelled_by_its_own_cost():
+    gathered = Array("f8e4m3fn", (4, 2, 1024, 4224), 8192 * 4224, True)
+    assert 144e-6 < kernels(DECODE).seconds("all_gather", gathered) < 200e-6
+
+
 def test_operations_that_nothing_is_known_of():
     assert expected(Load(8, 8192)).turns(loop("jit(sort)/while"), ()) is None
     assert kernels(DECODE).bytes("some_kernel") is None and kernels(DECODE).turns("some_kernel", UNKNOWN) is None

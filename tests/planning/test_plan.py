@@ -95,6 +95,7 @@ def test_kernels_and_collectives_of_every_layer_are_there(planned):
     assert step.costs["kernel gated_delta_net_decode"].runs == pytest.approx(3)
     assert step.costs["kernel ragged_moe_experts"].runs == pytest.approx(LAYERS)
     assert exchanges(step) == {"all-gather": LAYERS, "kernel reduce_scatter": LAYERS}
+    assert exchanges(planned.best.steps["prefill"]) == {"kernel all_gather": LAYERS, "kernel reduce_scatter": LAYERS}
 
 
 @pytest.fixture(scope="module")

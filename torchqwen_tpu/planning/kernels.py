@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from custom_ops.all_gather.plan import plan as cut_all_gather
+from custom_ops.all_gather.shapes import AllGatherShape
 from custom_ops.gated_delta_net.pallas_decode import TILE as DECODE_TILE
 from custom_ops.gated_delta_net.tiling import CHUNK
 from custom_ops.ragged_moe import pallas_plan as experts_plan
@@ -23,7 +25,7 @@ from custom_ops.schedule.bundles import Loop
 from torchqwen_tpu.planning.hlo import Array
 from torchqwen_tpu.planning.load import Load
 
-_SHORT = {"bf16": "bfloat16", "f32": "float32"}
+_SHORT = {"bf16": "bfloat16", "f32": "float32", "f8e4m3fn": "float8_e4m3fn", "s8": "int8"}
 
 
 @dataclass(frozen=True)
@@ -110,12 +112,18 @@ class Kernels:
         size = self._gated_delta_net.bytes(name)
         return self.experts.bytes(name) if size is None and self.experts else size
 
-    def seconds(self, name: str, operand: Array) -> float | None:
-        """Seconds of a call of the hierarchical reduce-scatter, by the model in `custom_ops.reduce_scatter.cost`."""
-        if name != "reduce_scatter":
+    def seconds(self, name: str, whole: Array) -> float | None:
+        """Seconds of a call of a hierarchical collective, by its own model (`custom_ops.all_gather.cost`,
+        `custom_ops.reduce_scatter.cost`); whole: the array of the rows of all devices."""
+        if name not in ("all_gather", "reduce_scatter"):
             return None
-        *outer, hidden = operand.dims
-        shape = ReduceScatterShape(self._chips, self._cores, math.prod(outer), hidden, _SHORT[operand.dtype])
+        *outer, columns = whole.dims
+        rows, dtype = math.prod(outer), _SHORT[whole.dtype]
+        if name == "all_gather":
+            return cut_all_gather(
+                AllGatherShape(self._chips, self._cores, rows // (self._chips * self._cores), columns, dtype)
+            ).time
+        shape = ReduceScatterShape(self._chips, self._cores, rows, columns, dtype)
         cut = cut_reduce_scatter(shape)
         return None if cut is None else cut.time / len(cut.column_blocks)
 

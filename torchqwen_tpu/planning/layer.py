@@ -65,7 +65,8 @@ def _experts(layer: Layer):
     hidden, width, experts, top_k = 4096, 1024, CONFIG.num_experts, CONFIG.num_experts_per_tok
     function = functools.partial(
         implementation("ragged_moe", "tpu"), top_k=top_k, token_axes=AXES, expert_axes=AXES, wire=FP8, sum_dtype="bfloat16",
-        micro_batches=None, reduce_scatter=implementation("reduce_scatter", "tpu"),
+        micro_batches=None, all_gather=implementation("all_gather", "tpu"),
+        reduce_scatter=implementation("reduce_scatter", "tpu"),
     )  # fmt: skip
 
     def ragged_moe(*arrays):

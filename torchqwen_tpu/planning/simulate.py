@@ -21,7 +21,7 @@ COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "coll
 Trips = Callable[[Instruction, tuple[str, ...]], float | None]
 """Turns of a while loop whose bound is data, by the loop and the operations of the loops around it."""
 KernelSeconds = Callable[[str, Array], float | None]
-"""Seconds of a kernel that communicates, by its name and its largest operand; None for other kernels."""
+"""Seconds of a kernel that communicates, by its name and the largest of its operands and results; None for other kernels."""
 
 
 class Player:
@@ -100,9 +100,10 @@ class Player:
     def _communicates(self, computation: Computation, instruction: Instruction, weight: float, path) -> bool:
         """Counts a kernel that is a collective, which the core waits for."""
         operands = [computation.by_name[name] for name in instruction.operands if name in computation.by_name]
-        largest = max((array for operand in operands for array in operand.arrays), key=lambda array: array.bytes, default=None)
+        arrays = [array for each in (*operands, instruction) for array in each.arrays]
+        largest = max(arrays, key=lambda array: array.bytes)
         kind = instruction.name.rpartition(".")[0] or instruction.name
-        seconds = None if largest is None else self.kernel_seconds(kind, largest)
+        seconds = self.kernel_seconds(kind, largest)
         if seconds is None:
             return False
         start, label = self.core, f"kernel {kind}"
