@@ -40,12 +40,12 @@ def experts(rows, expert, weight, gate_up, down, gate_up_scale, down_scale, *, n
 
 @functools.cache
 def compiled(
-    tokens: int, micro_batches: int = 1, token_axes: tuple[str, ...] = AXES, real: bool = False
+    tokens: int, micro_batches: int = 1, token_axes: tuple[str, ...] = AXES, real: bool = False, wire: str = "float8_e4m3fn"
 ) -> jax.stages.Compiled:
     """real: with the kernels that the layer has on a TPU."""
     layer = functools.partial(
         implementation("ragged_moe", "tpu") if real else with_experts(experts), top_k=TOP_K, token_axes=token_axes,
-        expert_axes=AXES, wire="float8_e4m3fn", sum_dtype="bfloat16", micro_batches=micro_batches,
+        expert_axes=AXES, wire=wire, sum_dtype="bfloat16", micro_batches=micro_batches,
         reduce_scatter=implementation("reduce_scatter", "tpu"),
     )  # fmt: skip
     mesh = device_mesh(AbstractMesh((4, 2), AXES))
@@ -81,6 +81,17 @@ def test_one_all_gather_and_one_reduce_scatter(tokens, real):
     assert collectives(hlo) == {"all-gather": 1, "kernel": 1}
     (gathered,) = re.findall(r" = (\S+?)\{\S* all-gather\(", hlo)
     assert gathered == f"f8e4m3fn[{tokens},{COLUMNS}]"
+
+
+@pytest.mark.parametrize("tokens", [64, pytest.param(8192, marks=pytest.mark.slow)])
+def test_int8_rows_travel_in_one_all_gather_too(tokens):
+    """Four bytes for each weight, two experts and the scales of two blocks of 128 columns."""
+    program = compiled(tokens, real=True, wire="int8")
+    hlo = program.as_text()
+    assert collectives(hlo) == {"all-gather": 1, "kernel": 1}
+    (gathered,) = re.findall(r" = (\S+?)\{\S* all-gather\(", hlo)
+    assert gathered == f"s8[{tokens},{HIDDEN + 4 * (TOP_K + TOP_K // 2 + HIDDEN // 128 // 2)}]"
+    assert program.memory_analysis().temp_size_in_bytes < 256 * 2**20
 
 
 @pytest.mark.parametrize("real", [False, True], ids=["around", "real"])
