@@ -1,8 +1,8 @@
 """Tokens that go to the experts in eight bits, on eight devices: how far the tiny checkpoint's logits are from those in BF16.
 
 The bounds are on what eight bits themselves do, wherever the rows go (one device with such rows has the same). Three bits of
-mantissa are an error of 2.6 % in a row, 3.5 % in what an expert makes of it and 2.5 % in the logits; int8 codes with a scale for
-128 columns are one of 0.6 % in a row and 1.3 % in the logits.
+mantissa are an error of 2.6 % in a row, 3.5 % in what an expert makes of it and 2.5 % in the logits; int8 codes with a scale
+for 128 columns are one of 0.6 % in a row and 1.3 % in the logits.
 """
 
 from __future__ import annotations
