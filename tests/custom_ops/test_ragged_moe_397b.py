@@ -45,10 +45,13 @@ def logits_of(load: str, tokens: int) -> np.ndarray:
 
 
 def check(compiled, relative_error, weights, wire: str, tokens: int, load: str) -> None:
-    hidden = rows_of(tokens)
-    inputs = (hidden, logits_of(load, tokens), np.ones(tokens, bool))
-    result = compiled(OP, "xla", top_k=TOP_K, wire=wire)(*inputs, *weights[wire])
-    expected = compiled(OP, "reference", top_k=TOP_K)(hidden.astype(jnp.float32), *inputs[1:], *weights[wire])
+    """Over eight tokens at least, of as many steps as they take: what e4m3 does to one token varies around 3.8e-2."""
+    many = max(tokens, 8)
+    hidden, logits = rows_of(many), logits_of(load, many)
+    parts = [slice(first, first + tokens) for first in range(0, many, tokens)]
+    run = compiled(OP, "xla", top_k=TOP_K, wire=wire)
+    result = jnp.concatenate([run(hidden[part], logits[part], np.ones(tokens, bool), *weights[wire]) for part in parts])
+    expected = compiled(OP, "reference", top_k=TOP_K)(hidden.astype(jnp.float32), logits, np.ones(many, bool), *weights[wire])
     assert relative_error(result, expected) <= BOUNDS[wire]
 
 
