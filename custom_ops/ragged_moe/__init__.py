@@ -20,7 +20,7 @@ Every implementation is a function with this signature (T tokens and E / devices
     expert_axes      mesh axes that split the experts; a device holds a contiguous run of them
     round_weights    round the routing weights to the dtype of hidden, as transformers does
     wire             dtype in which rows go to the experts, whether they leave the device or not; None for that of hidden. FP8
-                     rows have a scale each
+                     rows have a scale each, int8 rows one for each block of 128 columns
     sum_dtype        dtype in which the devices' partial sums travel
     micro_batches    parts of the tokens that follow each other, so that one part's all-gather is under way during another's
                      experts; None for what `cost` chooses for a TPU
@@ -43,7 +43,7 @@ devices). On TPU the kernels around the all-gather also route and pack the token
             layer=None)
         -> partial
 
-    rows             [R, hidden size], in the dtype of hidden or in FP8
+    rows             [R, hidden size], in the dtype of hidden or in FP8; int8 rows were multiplied by their scales before
     row_scale        [R] float32, what FP8 rows are multiplied by; a row's may be NaN, and its result then is
     expert           [R, top_k] int32, local number of each of a row's experts; the count of local experts or more where
                      the expert is another device's, or the row is no token

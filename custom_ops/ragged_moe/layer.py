@@ -13,7 +13,7 @@ from custom_ops.all_gather import xla as all_gather_xla
 from custom_ops.ragged_moe import cost
 from custom_ops.ragged_moe.exchange import arrived, combine, dispatch, first_local_expert
 from custom_ops.ragged_moe.routing import route
-from custom_ops.ragged_moe.wire import Tokens, check_experts, to_wire
+from custom_ops.ragged_moe.wire import Tokens, check_experts, from_wire, to_wire
 from custom_ops.reduce_scatter import xla as reduce_scatter_xla
 
 
@@ -75,11 +75,10 @@ def _local_experts(experts, dispatched, gate_up, down, *, first_expert, top_k: i
     rows, row_scale, expert, weight = arrived(dispatched, hidden=hidden, top_k=top_k)
     local = expert - first_expert
     local = jnp.where((local >= 0) & (local < own), local, own)
-    if row_scale is None:
-        rows = rows.astype(dtype)
-    else:
+    rows, row_scale = from_wire(rows[:, :hidden], row_scale, dtype)
+    if row_scale is not None:
         options["row_scale"] = row_scale
-    return experts(rows[:, :hidden], local, weight, gate_up, down, **options)
+    return experts(rows, local, weight, gate_up, down, **options)
 
 
 def _part(tokens, number: int, parts: int):

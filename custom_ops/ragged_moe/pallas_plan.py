@@ -9,6 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from custom_ops.ragged_moe.int8_rows import INT8
 from custom_ops.ragged_moe.quantized import BLOCK
 from custom_ops.ragged_moe.wire import FP8, Digits
 
@@ -133,11 +134,15 @@ def supports(shape: ExpertsShape) -> bool:
     return (
         shape.hidden % (2 * LANES) == 0
         and shape.width % LANES == 0
-        and Digits.of(FP8, shape.top_k).columns <= 2 * LANES
+        and all(_columns_behind(shape, wire) <= 2 * LANES for wire in (FP8, INT8))
         and shape.weight_dtype == ("bfloat16" if shape.scales == "none" else "float8_e4m3fn")
         and _chunk(shape) is not None
         and (shape.scales != "block" or shape.experts * shape.weight_bytes // BLOCK**2 * 4 <= SCALAR_BYTES)
     )
+
+
+def _columns_behind(shape: ExpertsShape, wire) -> int:
+    return Digits.of(wire, hidden=shape.hidden, top_k=shape.top_k).columns
 
 
 @functools.cache

@@ -14,6 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from custom_ops.ragged_moe import int8_rows
+from custom_ops.ragged_moe.int8_rows import INT8
 from custom_ops.ragged_moe.quantized import FP8, FP8_LARGEST
 from custom_ops.ragged_moe.wire import ID_BITS, Digits, columns
 
@@ -46,24 +48,24 @@ def _send_block(hidden, logits, valid, out, *, top_k: int, rounded) -> None:
     size, dtype = hidden.shape[1], out.dtype
     expert, weight = _route(logits[...], top_k)
     expert = [jnp.where(valid[...] > 0, number, logits.shape[1]) for number in expert]
-    half = (top_k + 1) // 2
-    words = [_bits(part.astype(rounded).astype(jnp.float32)) for part in weight]
-    above = [*expert[half:], jnp.zeros_like(expert[0])][:half]
-    words += [low | high << ID_BITS for low, high in zip(expert[:half], above, strict=True)]
-    if dtype == FP8:
+    words = [*(_bits(part.astype(rounded).astype(jnp.float32)) for part in weight), *_paired(expert)]
+    if dtype == INT8:
+        words += _paired([lax.shift_right_logical(_bits(scale), ID_BITS) for scale in _quantize_blocks(hidden, out)])
+    elif dtype == FP8:
         rows, scale = _quantize(hidden[...].astype(jnp.float32))
         out[:, :size] = rows
         words.append(_bits(scale))
     else:
         out[:, :size] = hidden[...].astype(dtype)
-    digits = Digits.of(dtype, top_k)
+    digits = Digits.of(dtype, hidden=size, top_k=top_k)
     lane = lax.broadcasted_iota(jnp.int32, (hidden.shape[0], -(-digits.columns // LANES) * LANES), 1)
     group = sum((lane >= digits.words * number).astype(jnp.int32) for number in range(1, digits.count))
     place, value = lane - digits.words * group, jnp.zeros_like(lane)
     for number, word in enumerate(words):
         value = jnp.where(place == number, word, value)
     value = lax.shift_right_logical(value, digits.bits * group) & ((1 << digits.bits) - 1)
-    out[:, size:] = value[:, : digits.columns].astype(jnp.float32).astype(dtype)
+    value = value[:, : digits.columns] + digits.zero
+    out[:, size:] = (value if dtype == INT8 else value.astype(jnp.float32)).astype(dtype)
 
 
 def _route(logits, top_k: int):
@@ -93,6 +95,23 @@ def _quantize(rows):
     scale = jnp.max(jnp.abs(rows), axis=1, keepdims=True) / FP8_LARGEST
     scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)
     return (rows / scale).astype(FP8), jnp.where(sound, scale, jnp.nan)
+
+
+def _quantize_blocks(hidden, out) -> list:
+    """As `int8_rows.quantize_rows`: codes into the first columns of `out`, the scales [rows, 1] of each block."""
+    scales = []
+    for first in range(0, hidden.shape[1], int8_rows.BLOCK):
+        columns = pl.ds(first, int8_rows.BLOCK)
+        out[:, columns], scale = int8_rows.quantize(hidden[:, columns].astype(jnp.float32))
+        scales.append(scale)
+    return scales
+
+
+def _paired(numbers: list) -> list:
+    """Numbers of sixteen bits two in a word, the first half of them below the others."""
+    half = (len(numbers) + 1) // 2
+    above = [*numbers[half:], jnp.zeros_like(numbers[0])][:half]
+    return [low | high << ID_BITS for low, high in zip(numbers[:half], above, strict=True)]
 
 
 def _bits(value):

@@ -61,12 +61,13 @@ def experts_of_packed(
     gate_up, down, *scales = stacks
     gate_up_scale, down_scale = (None if stack is None else stack[layer] for stack in scales)
     own = [jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype) for stack in (gate_up, down)]
-    count, hidden, form = packed.shape[0], down.shape[-2], Digits.of(packed.dtype, top_k)
+    count, hidden = packed.shape[0], down.shape[-2]
     row_scale = jax.ShapeDtypeStruct((count,), jnp.float32) if packed.dtype == FP8 else None
     check_scales(packed, *own, gate_up_scale, down_scale, row_scale)
     if pad := -count % SUBLANES:
         # The largest digits: tokens of an expert that no device has.
-        packed = jnp.pad(packed, ((0, pad), (0, 0)), constant_values=(1 << form.bits) - 1)
+        form = Digits.of(packed.dtype, hidden=hidden, top_k=top_k)
+        packed = jnp.pad(packed, ((0, pad), (0, 0)), constant_values=form.largest)
     rows, pairs = (jax.ShapeDtypeStruct((count + pad, size), packed.dtype) for size in (hidden, top_k))
     sizes = plan(ExpertsShape.of(rows, pairs, *own, gate_up_scale, num_experts))
     words, routing = receive(packed, hidden=hidden, top_k=top_k, interpret=interpret)

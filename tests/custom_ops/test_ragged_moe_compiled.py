@@ -40,12 +40,12 @@ def experts(rows, expert, weight, gate_up, down, gate_up_scale, down_scale, *, n
 
 @functools.cache
 def compiled(
-    tokens: int, micro_batches: int = 1, token_axes: tuple[str, ...] = AXES, real: bool = False
+    tokens: int, micro_batches: int = 1, token_axes: tuple[str, ...] = AXES, real: bool = False, wire: str = "float8_e4m3fn"
 ) -> jax.stages.Compiled:
     """real: with the kernels that the layer has on a TPU."""
     layer = functools.partial(
         implementation("ragged_moe", "tpu") if real else with_experts(experts), top_k=TOP_K, token_axes=token_axes,
-        expert_axes=AXES, wire="float8_e4m3fn", sum_dtype="bfloat16", micro_batches=micro_batches,
+        expert_axes=AXES, wire=wire, sum_dtype="bfloat16", micro_batches=micro_batches,
         all_gather=implementation("all_gather", "tpu"), reduce_scatter=implementation("reduce_scatter", "tpu"),
     )  # fmt: skip
     mesh = device_mesh(AbstractMesh((4, 2), AXES))
@@ -75,16 +75,29 @@ def collectives(hlo: str) -> dict[str, int]:
     return {name: count for name, count in found.items() if count}
 
 
-@pytest.mark.parametrize("real", [False, True], ids=["around", "real"])
-@pytest.mark.parametrize("tokens", [64, 8192])
-def test_one_all_gather_and_one_reduce_scatter(tokens, real):
-    hlo = compiled(tokens, real=real).as_text()
+def check_collectives(hlo: str, tokens: int, packed: str):
+    """One all-gather, of packed rows such as 'f8e4m3fn[{},4128]', and one reduce-scatter."""
     gather, pattern, rows = {
         64: ("all-gather", r" = (\S+?)\{\S* all-gather\(", "64"),
         8192: ("kernel all_gather", r" %all_gather\S* = (\S+?)\{", "4,2,1024"),
     }[tokens]
     assert collectives(hlo) == {gather: 1, "kernel reduce_scatter": 1}
-    assert re.findall(pattern, hlo) == [f"f8e4m3fn[{rows},{COLUMNS}]"]
+    assert re.findall(pattern, hlo) == [packed.format(rows)]
+
+
+@pytest.mark.parametrize("real", [False, True], ids=["around", "real"])
+@pytest.mark.parametrize("tokens", [64, 8192])
+def test_one_all_gather_and_one_reduce_scatter(tokens, real):
+    check_collectives(compiled(tokens, real=real).as_text(), tokens, f"f8e4m3fn[{{}},{COLUMNS}]")
+
+
+@pytest.mark.parametrize("tokens", [64, pytest.param(8192, marks=pytest.mark.slow)])
+def test_int8_rows_travel_in_one_all_gather_too(tokens):
+    """Four bytes for each weight, two experts and the scales of two blocks of 128 columns."""
+    program = compiled(tokens, real=True, wire="int8")
+    columns = HIDDEN + 4 * (TOP_K + TOP_K // 2 + HIDDEN // 128 // 2)
+    check_collectives(program.as_text(), tokens, f"s8[{{}},{columns}]")
+    assert program.memory_analysis().temp_size_in_bytes < 256 * 2**20
 
 
 @pytest.mark.parametrize("real", [False, True], ids=["around", "real"])

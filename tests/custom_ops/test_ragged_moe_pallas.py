@@ -21,7 +21,7 @@ from custom_ops.ragged_moe.pallas_rows import receive
 from custom_ops.ragged_moe.pallas_send import send
 from custom_ops.ragged_moe.pallas_work import BLOCK_ROWS, UNUSED, work_of_pass
 from custom_ops.ragged_moe.routing import route
-from custom_ops.ragged_moe.wire import Tokens, pack, to_wire, unpack
+from custom_ops.ragged_moe.wire import Tokens, from_wire, pack, to_wire, unpack
 from custom_ops.tpu_compiler import compile_jax
 
 EXPERTS, LOCAL, TOP_K = 8, 4, 3
@@ -70,6 +70,19 @@ def test_formats_and_loads(rows, form, rows_dtype):
         expert, weight = routing(load, rows, TOP_K, EXPERTS, LOCAL)
         at_most = ROUNDED_ROWS if (form, rows_dtype) == ("bfloat16", "float32") else None
         check(interpreted, *rows_of(rows, HIDDEN, rows_dtype), expert, weight, local, EXPERTS, at_most)
+
+
+def test_int8_rows_are_what_their_scales_make_of_them():
+    """A row of four blocks, two scales in a word; rows that are padded to a tile."""
+    rows, hidden = 70, 512
+    values, local = rows_of(rows, hidden, "bfloat16")[0], weights(LOCAL, hidden, WIDTH, "bfloat16")
+    codes, scale = to_wire(values, jnp.dtype("int8"))
+    expert, weight = routing("skewed", rows, TOP_K, EXPERTS, LOCAL)
+    run = jax.jit(functools.partial(interpreted, num_experts=EXPERTS))
+    result = run(codes, expert, weight, *local, row_scale=scale)
+    back, _ = from_wire(codes, scale, jnp.bfloat16)
+    for rows, most in ((back, 4e-3), (values, 1.2e-2)):
+        assert relative_error(result, reference.experts(rows, expert, weight, *local, num_experts=EXPERTS)) <= most
 
 
 @pytest.mark.parametrize("form", [pytest.param("fp8 by channel", marks=pytest.mark.slow), "fp8 by block"])
@@ -195,7 +208,7 @@ def check_work(expert, weight, sizes: Plan, first_expert: int) -> None:
     assert seen == {(row, expert[row, choice]): weight[row, choice] for row, choice in local}
 
 
-@pytest.mark.parametrize("wire", ["float8_e4m3fn", "bfloat16", "float32"])
+@pytest.mark.parametrize("wire", ["float8_e4m3fn", "int8", "bfloat16", "float32"])
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(3, 8, 3), (70, 32, 10)])
 def test_what_is_sent_is_what_xla_sends(wire, tokens, experts, top_k):
     """Routing with many ties, rows that are no token, and values that are not finite."""
@@ -212,11 +225,10 @@ def test_what_is_sent_is_what_xla_sends(wire, tokens, experts, top_k):
         result = unpack(jax.jit(run)(hidden, logits, valid), hidden=HIDDEN, top_k=top_k)
         np.testing.assert_array_equal(result.expert, expert)
         np.testing.assert_allclose(result.weight, weight, rtol=1e-2 if rounded else 1e-6)
-        values = [np.asarray(part.rows[:, :HIDDEN], np.float32) for part in (result, expected)]
-        if result.row_scale is not None:
-            scales = [np.asarray(part.row_scale)[:, None] for part in (result, expected)]
-            with np.errstate(invalid="ignore"):
-                values = [value * scale for value, scale in zip(values, scales, strict=True)]
+        values = []
+        for part in (result, expected):
+            rows, scale = from_wire(part.rows[:, :HIDDEN], part.row_scale, jnp.float32)
+            values.append(np.asarray(rows.astype(jnp.float32) * (1 if scale is None else scale[:, None])))
         sound = np.isfinite(np.asarray(hidden, np.float32)).all(1)
         np.testing.assert_allclose(values[0][sound], values[1][sound], rtol=1e-6)
         assert not np.isfinite(values[0][~sound].sum(1)).any()

@@ -15,7 +15,7 @@ from torchqwen_tpu import AutoModelForCausalLM, ParallelConfig, RuntimeConfig
 def main(folder: str, tokens: str, output: str) -> None:
     """Tokens [rows, columns] as a file of torch.save in, logits by the name of the wire out."""
     ids, logits = torch.load(tokens), {}
-    for wire in ("bfloat16", "float8_e4m3fn"):
+    for wire in ("bfloat16", "float8_e4m3fn", "int8"):
         parallel, runtime = ParallelConfig(chips=4, cores=2), RuntimeConfig(moe_wire=wire)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", parallel=parallel, runtime=runtime)
         logits[wire] = model(ids).logits.cpu()
