@@ -26,6 +26,7 @@ from torchqwen_tpu import ParallelConfig, RuntimeConfig
 from torchqwen_tpu.checkpoint import prepared
 from torchqwen_tpu.checkpoint.assemble import Assembler
 from torchqwen_tpu.checkpoint.header import CheckpointError
+from torchqwen_tpu.checkpoint.preparation import LAYOUT_VERSION
 from torchqwen_tpu.cli import main
 from torchqwen_tpu.config import QUANTIZATIONS
 
@@ -139,8 +140,9 @@ def test_refused_for_anything_else(fp8_folder, tmp_path, field, arguments):
 
 
 def test_refused_for_another_layout(prepared_folder, monkeypatch):
-    monkeypatch.setattr("torchqwen_tpu.models.causal_lm.LAYOUT_VERSION", prepared.LAYOUT_VERSION + 1)
-    with pytest.raises(CheckpointError, match="was prepared with layout_version 1, and 2 is asked for"):
+    version = LAYOUT_VERSION
+    monkeypatch.setattr("torchqwen_tpu.models.causal_lm.LAYOUT_VERSION", version + 1)
+    with pytest.raises(CheckpointError, match=rf"was prepared with layout_version {version}, and {version + 1} is asked for"):
         load(prepared_folder)
 
 
