@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
-import weakref
+import resource
+from pathlib import Path
 
 import pytest
 import torch
+import torch_xla.core.xla_model as xm
 
 from torchqwen_tpu.parallel import build_mesh
 
@@ -46,14 +48,19 @@ def test_writing_on_the_device_leaves_the_host_alone(mesh):
     assert given.cpu().eq(1).all() and array.eq(0).all()
 
 
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
 def test_memory_is_given_back(mesh):
-    """With the tensor on the device."""
-    array = torch.zeros(1000)
-    memory = weakref.ref(array.untyped_storage())
+    """With the tensor on the device, and not before."""
+    size = 64 << 20
+    array = torch.ones(size // 4)
     given = mesh.give(array, (None,))
+    before = resident()
     del array
-    gc.collect()
-    assert given.sum().item() == 0
+    assert given.sum().item() == size // 4 and resident() > before - size // 2
     del given
     gc.collect()
-    assert memory() is None
+    xm.wait_device_ops()
+    assert resident() < before - size // 2
