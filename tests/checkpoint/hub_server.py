@@ -18,14 +18,16 @@ class Hub(ThreadingHTTPServer):
 
     Attributes:
         most: bytes of one file that it sends before the connection breaks; None for no limit.
+        dies: whether it answers nothing any more once it has broken a connection.
         sent: by file, of each answer the first byte and how many were sent.
     """
 
     daemon_threads = True
+    request_queue_size = 64
 
     def __init__(self, folder: Path):
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.folder, self.most = folder, None
+        self.folder, self.most, self.dies, self.is_dead = folder, None, False, False
         self.sent: dict[str, list[tuple[int, int]]] = {}
 
     @property
@@ -37,9 +39,15 @@ class _Handler(BaseHTTPRequestHandler):
     server: Hub
 
     def do_HEAD(self) -> None:
+        if self.server.is_dead:
+            self.close_connection = True
+            return
         self._file(with_data=False)
 
     def do_GET(self) -> None:
+        if self.server.is_dead:
+            self.close_connection = True
+            return
         files = sorted(path for path in self.server.folder.iterdir())
         if "/resolve/" in self.path:
             self._file(with_data=True)
@@ -79,7 +87,7 @@ class _Handler(BaseHTTPRequestHandler):
         rest = data[first:]
         if self.server.most is not None and len(rest) > self.server.most:
             rest = rest[: self.server.most]
-            self.close_connection = True
+            self.close_connection, self.server.is_dead = True, self.server.dies
         self.server.sent.setdefault(file.name, []).append((first, len(rest)))
         self.wfile.write(rest)
 
