@@ -20,6 +20,7 @@ from torch import nn
 from torchqwen_tpu.checkpoint import prepared, writer
 from torchqwen_tpu.checkpoint.files import CheckpointFiles
 from torchqwen_tpu.checkpoint.forms import Filling
+from torchqwen_tpu.checkpoint.preparation import LAYOUT_VERSION, Preparation
 from torchqwen_tpu.checkpoint.resolve import load_config
 
 
@@ -31,11 +32,11 @@ def prepare(folder: Path, target: Path) -> None:
     for name in ("first", "second"):
         model.register_parameter(name, nn.Parameter(torch.empty(50, device="meta")))
         fillings.append(Filling(name, name, None, "plain", torch.float32, {}))
-    own = prepared.Preparation(prepared.LAYOUT_VERSION, "0", "float32", None, False, "1x1 dp")
-    with prepared.new_prepared(target, files, model, fillings) as preparer:
+    own = Preparation(LAYOUT_VERSION, "0", "float32", None, False, "1x1 dp")
+    with prepared.new_prepared(target, files, model, fillings, own) as preparer:
         for filling in fillings:
             preparer.keep(filling.name, torch.ones(50))
-        preparer.finish(load_config(folder), own, {})
+        preparer.finish(load_config(folder), {})
 
 
 def state_of(target: Path) -> str:

@@ -23,9 +23,11 @@ from conftest import TINY
 from support import padded, random_rows, reference_logits
 
 from torchqwen_tpu import RuntimeConfig
-from torchqwen_tpu.checkpoint.fp8 import quantize_blocks, quantize_channels
+from torchqwen_tpu.checkpoint import fp8
+from torchqwen_tpu.checkpoint.fp8 import quantize_blocks, requantize_channels
 from torchqwen_tpu.config import QUANTIZATIONS
 
+FP8 = torch.float8_e4m3fn
 TINY_FP8 = TINY.with_name("tiny-qwen3.5-moe-fp8")
 ERROR = 0.04
 """Bound of the relative error that rounding FP8 numbers to FP8 again adds to a kind of weight: 2⁻⁴ at most for a number,
@@ -273,7 +275,50 @@ def test_blocks_quantized_twice_are_the_same(shape):
         assert torch.equal(first.float(), again.float()) and torch.equal(first_scale, again_scale)
 
 
+def ragged(shape) -> tuple[torch.Tensor, torch.Tensor]:
+    """All FP8 numbers that are finite, in turn, and a scale of its own for each block."""
+    numbers = torch.arange(256, dtype=torch.uint8)
+    numbers = numbers[(numbers & 0x7F) != 0x7F].repeat(-(-shape[0] * shape[1] // 254))[: shape[0] * shape[1]].view(FP8)
+    scale = torch.rand(-(-shape[0] // 128), -(-shape[1] // 128)) + 0.01
+    return numbers.view(shape), scale
+
+
+RAGGED = pytest.mark.parametrize("shape", [(1, 1), (64, 128), (65, 129), (3, 300), (300, 5)], ids=str)
+
+
+@RAGGED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dequantized_to_the_bit(shape, dtype):
+    """As PyTorch converts and an independent loop over blocks scales."""
+    weight, scale = ragged(shape)
+    assert torch.equal(fp8.dequantize(weight, scale, dtype), dequantize(weight, scale).to(dtype))
+
+
+def test_numbers_that_are_none_stay_none():
+    """Those of parts that are only carried are not checked; they may not become numbers as they are widened."""
+    weight, scale = ragged((70, 130))
+    weight.view(torch.uint8)[[0, 69], [5, 129]] = torch.tensor([0x7F, 0xFF], dtype=torch.uint8)
+    result = fp8.dequantize(weight, scale)
+    assert result.isnan().nonzero().tolist() == [[0, 5], [69, 129]]
+    torch.testing.assert_close(result, dequantize(weight, scale), atol=0, rtol=0, equal_nan=True)
+
+
+@RAGGED
+def test_requantized_by_the_formula(shape):
+    """The largest of each output channel becomes the largest FP8 number; the error is that of the rounding."""
+    weight, scale = ragged(shape)
+    wide = dequantize(weight, scale)
+    channel = wide.abs().amax(dim=1) / 448
+    channel = torch.where(channel > 0, channel, 1.0)
+    expected = (wide / channel[:, None]).clamp(-448, 448).to(FP8)
+    result, scales, squares = fp8.requantize_channels(weight, scale)
+    assert torch.equal(result.view(torch.uint8), expected.view(torch.uint8)) and torch.equal(scales, channel)
+    error = wide - expected.float() * channel[:, None]
+    wanted = torch.stack([error.square().sum(), wide.square().sum()]).double()
+    torch.testing.assert_close(squares, wanted, rtol=1e-4, atol=1e-9)
+
+
 def test_zero_rows_and_blocks():
     weight = torch.zeros(130, 140)
-    for quantized_weight, scale in (quantize_blocks(weight), quantize_channels(weight)):
+    for quantized_weight, scale, *_ in (quantize_blocks(weight), requantize_channels(weight.to(FP8), torch.ones(2, 2))):
         assert not quantized_weight.float().any() and (scale == 1).all()

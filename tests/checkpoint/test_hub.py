@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from checkpoints import assert_same, load, published_state
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+from hub_server import COMMIT, served
+from huggingface_hub.utils import close_session
 
 
 @pytest.fixture
@@ -25,6 +25,42 @@ def hub_cache(checkpoint_folder, tmp_path) -> Path:
 def test_hub_id_from_the_cache(checkpoint, hub_cache, revision):
     model = load("someone/tiny", cache_dir=hub_cache, revision=revision)
     assert_same(published_state(model), checkpoint.parameters())
+
+
+@pytest.fixture
+def hub(checkpoint_folder, monkeypatch):
+    with served(checkpoint_folder) as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.address)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("time.sleep", lambda seconds: None)  # between attempts
+        yield hub
+    close_session()
+
+
+def assert_every_byte_was_sent_once(hub) -> None:
+    for name, parts in hub.sent.items():
+        ends = [0, *(first + count for first, count in parts)]
+        assert [first for first, _ in parts] == ends[:-1] and ends[-1] == (hub.folder / name).stat().st_size
+
+
+def test_download_over_connections_that_break(checkpoint, hub, tmp_path):
+    hub.most = 50_000
+    model = load("someone/tiny", cache_dir=tmp_path)
+    assert_same(published_state(model), checkpoint.parameters())
+    assert any(len(parts) > 1 for parts in hub.sent.values())
+    assert_every_byte_was_sent_once(hub)
+
+
+def test_download_that_broke_off_goes_on_where_it_stopped(checkpoint, hub, tmp_path):
+    """The error says so, and in the second start whole files and first parts of files are not fetched again."""
+    hub.most, hub.dies = 50_000, True
+    with pytest.raises(ConnectionError, match="someone/tiny broke off .* start again"):
+        load("someone/tiny", cache_dir=tmp_path)
+    hub.most = hub.is_dead = None
+    model = load("someone/tiny", cache_dir=tmp_path)
+    assert_same(published_state(model), checkpoint.parameters())
+    assert any(len(parts) > 1 for parts in hub.sent.values())
+    assert_every_byte_was_sent_once(hub)
 
 
 @pytest.mark.parametrize("name", ["someone/other", "other", "not//valid", "someone/tiny/extra", "some one/tiny"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from torchqwen_tpu import ParallelConfig, RuntimeConfig
 from torchqwen_tpu.checkpoint import prepared
 from torchqwen_tpu.checkpoint.assemble import Assembler
 from torchqwen_tpu.checkpoint.header import CheckpointError
+from torchqwen_tpu.checkpoint.preparation import LAYOUT_VERSION
 from torchqwen_tpu.cli import main
 from torchqwen_tpu.config import QUANTIZATIONS
 
@@ -139,8 +141,9 @@ def test_refused_for_anything_else(fp8_folder, tmp_path, field, arguments):
 
 
 def test_refused_for_another_layout(prepared_folder, monkeypatch):
-    monkeypatch.setattr("torchqwen_tpu.models.causal_lm.LAYOUT_VERSION", prepared.LAYOUT_VERSION + 1)
-    with pytest.raises(CheckpointError, match="was prepared with layout_version 1, and 2 is asked for"):
+    version = LAYOUT_VERSION
+    monkeypatch.setattr("torchqwen_tpu.models.causal_lm.LAYOUT_VERSION", version + 1)
+    with pytest.raises(CheckpointError, match=rf"was prepared with layout_version {version}, and {version + 1} is asked for"):
         load(prepared_folder)
 
 
@@ -231,6 +234,40 @@ def test_damaged(fp8_folder, tmp_path, reads, how):
     with pytest.raises(CheckpointError, match=name):
         load(tmp_path / "prepared")
     assert not reads
+
+
+def test_a_file_of_another_preparation(fp8_folder, prepared_folder, tmp_path):
+    """Of the same tensors in the same places, so that the headers alone would fit."""
+    shutil.copytree(prepared_folder, tmp_path / "prepared")
+    other = quantized(random_checkpoint(wide_config(), seed=12)).write(tmp_path / "published", shards=2)
+    load(other, runtime=KEEP, save_prepared=tmp_path / "other")
+    (file,) = (tmp_path / "other").glob("prepared-*.safetensors")
+    assert file.stat().st_size == (prepared_folder / file.name).stat().st_size
+    shutil.copyfile(file, tmp_path / "prepared" / file.name)
+    with pytest.raises(CheckpointError, match=f"{tmp_path / 'prepared' / file.name} is not the file that"):
+        load(tmp_path / "prepared")
+
+
+def test_the_model_outlives_its_folder_and_leaves_it_alone(prepared_folder, tmp_path):
+    """It computes from the pages of files: they may be removed, and new weights do not reach them."""
+    shutil.copytree(prepared_folder, tmp_path / "prepared")
+    (file,) = (tmp_path / "prepared").glob("prepared-*.safetensors")
+    before, row = file.read_bytes(), padded(random_rows([9]))
+    model = load(tmp_path / "prepared", runtime=KEEP)
+    logits = model(**row).logits.cpu()
+    state = published_state(model)
+    model.load_state_dict({name: tensor.zero_() if "norm" in name else tensor for name, tensor in state.items()})
+    assert not torch.equal(model(**row).logits.cpu(), logits) and file.read_bytes() == before
+    again = load(tmp_path / "prepared", runtime=KEEP)
+    shutil.rmtree(tmp_path / "prepared")
+    assert torch.equal(again(**row).logits.cpu(), logits)
+
+
+def test_tensors_lie_where_a_cpu_uses_them(prepared_folder):
+    """All whose length allows it, and every other at its type's alignment."""
+    for entry in prepared.PreparedFiles(prepared_folder).tensors.values():
+        assert entry.bytes % 64 or entry.offset % 64 == 0
+        assert entry.offset % prepared.DTYPES[entry.dtype].itemsize == 0
 
 
 def test_full_disk(fp8_folder, tmp_path):

@@ -13,9 +13,9 @@ SCRIPT = Path(__file__).parent / "large_checkpoint.py"
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("quantization", ["keep"])
-def test_host_memory_is_bounded_by_a_layer_and_what_is_read_ahead(tmp_path, quantization):
-    command = [sys.executable, str(SCRIPT), str(tmp_path), "--quantization", quantization]
+@pytest.mark.parametrize(("format", "quantization"), [("fp8", "keep"), ("fp8", "channel"), ("bf16", "dequantize")])
+def test_host_memory_is_bounded_by_a_layer_and_what_is_read_ahead(tmp_path, format, quantization):
+    command = [sys.executable, str(SCRIPT), str(tmp_path), "--format", format, "--quantization", quantization]
     process = subprocess.run(command, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr[-2000:]
     result = json.loads(process.stdout)

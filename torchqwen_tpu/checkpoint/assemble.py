@@ -13,9 +13,9 @@ import torch
 
 from torchqwen_tpu.checkpoint.files import CheckpointFiles
 from torchqwen_tpu.checkpoint.forms import Filling, experts_scale_shape
-from torchqwen_tpu.checkpoint.fp8 import dequantize, quantize_channels, row_scales
+from torchqwen_tpu.checkpoint.fp8 import dequantize, requantize_channels, row_scales
 from torchqwen_tpu.checkpoint.header import DTYPES, CheckpointError
-from torchqwen_tpu.checkpoint.host import first_not_finite, host_tensor
+from torchqwen_tpu.checkpoint.host import first_not_finite
 from torchqwen_tpu.checkpoint.layout import WeightLayout
 from torchqwen_tpu.checkpoint.names import Source, scale_of
 from torchqwen_tpu.checkpoint.plan import QUANTIZED_DTYPE, part_of
@@ -53,7 +53,8 @@ class Assembler:
         if not filling.is_experts:
             return submit(self._matrix, filling).result
         ((shape, sources),) = filling.parts.values()
-        value, scale = host_tensor(shape, filling.dtype), None
+        # Not in huge pages: they cost half as much where memory is free and twice as much where files fill it, as these do.
+        value, scale = torch.empty(shape, dtype=filling.dtype), None
         if filling.form != "plain":
             scale = torch.empty(experts_scale_shape(filling.form, shape), dtype=torch.float32)
         pieces = _pieces(sources, shape[0])
@@ -113,18 +114,13 @@ class Assembler:
             return self._narrowed(filling, name, tensor), None
         if filling.form == "keep":
             return tensor, scale if filling.is_experts else row_scales(scale, tensor.shape[0])
-        weight = dequantize(tensor, scale)
         if filling.form == "plain":
-            return self._narrowed(filling, name, weight), None
-        quantized, scale = quantize_channels(weight)
-        self._note_error(filling.name, weight, quantized, scale)
-        return quantized, scale
-
-    def _note_error(self, name: str, weight: torch.Tensor, quantized: torch.Tensor, scale: torch.Tensor) -> None:
-        error = torch.addcmul(weight, quantized.float(), scale[:, None], value=-1)
-        squares = torch.stack([error.square().sum(), weight.square().sum()]).double()
+            wide = torch.float32 if filling.dtype == torch.float16 else filling.dtype
+            return self._narrowed(filling, name, dequantize(tensor, scale, wide)), None
+        weight, scale, squares = requantize_channels(tensor, scale)
         with self._lock:
-            self._squares[re.sub(r"^.*\.layers\.\d+\.", "", name)] += squares
+            self._squares[re.sub(r"^.*\.layers\.\d+\.", "", filling.name)] += squares
+        return weight, scale
 
     def _narrowed(self, filling: Filling, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """In the dtype of the parameter; only float16 lacks numbers that others have."""

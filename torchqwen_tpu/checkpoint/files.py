@@ -1,7 +1,7 @@
 """The safetensors files of a checkpoint: which tensors they hold, what is wrong with them, and their data.
 
-Data are read, not mapped: copying a mapped page costs several times what the system's own copy does, because each page
-faults; and a file that is cut short meanwhile is an error of `read`, while a mapping of it ends the process.
+Data of published files are read, not mapped: others write these files, and one that is cut short meanwhile is an error of
+`read`, while a mapping of it ends the process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from torchqwen_tpu.checkpoint.header import DTYPES, CheckpointError, TensorEntry, read_header
-from torchqwen_tpu.checkpoint.host import host_tensor
 from torchqwen_tpu.checkpoint.names import scale_of
 
 __all__ = ["INDEX", "SINGLE", "CheckpointError", "CheckpointFiles", "TensorEntry"]
@@ -37,6 +36,7 @@ class CheckpointFiles:
         self.folder = folder
         self.tensors: dict[str, TensorEntry] = {}
         self._open_files: dict[Path, int] = {}
+        self._maps: dict[Path, torch.Tensor] = {}
         weakref.finalize(self, _close, self._open_files)
         expected = self._expected() if names is None else {}
         files = [folder / SINGLE] if names is None else [folder / name for name in names]
@@ -73,7 +73,7 @@ class CheckpointFiles:
     def read(self, name: str) -> torch.Tensor:
         """The tensor `name` of the files, in memory of its own."""
         entry = self.tensors[name]
-        result = host_tensor(entry.shape, DTYPES[entry.dtype])
+        result = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         self.read_into(name, result)
         return result
 
@@ -93,6 +93,19 @@ class CheckpointFiles:
             if count == 0:
                 raise CheckpointError(f"{entry.file} is truncated: it ends at byte {at}, within {name}; fetch the file again")
             rest, at = rest[count:], at + count
+
+    def map(self, name: str) -> torch.Tensor:
+        """The tensor `name` in pages of its file, which come into memory when they are touched: for files that nobody changes
+        in place (they may be removed). Pages that are written to become copies; the file stays as it is."""
+        entry, dtype = self.tensors[name], DTYPES[self.tensors[name].dtype]
+        if entry.offset % dtype.itemsize or not entry.bytes:
+            return self.read(name)
+        if entry.file not in self._maps:
+            descriptor = self._open_files[entry.file]
+            size = os.fstat(descriptor).st_size
+            self._maps[entry.file] = torch.from_file(f"/proc/self/fd/{descriptor}", size=size, dtype=torch.uint8)
+        data = self._maps[entry.file][entry.offset : entry.offset + entry.bytes]
+        return data.view(dtype).view(entry.shape)
 
     def scale_dtype(self, name: str) -> torch.dtype:
         """The type in which the block scales of the tensor `name` were published."""

@@ -6,6 +6,7 @@ count from the end of the header (https://github.com/huggingface/safetensors#for
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from torchqwen_tpu.parallel.mesh import ALIGNMENT
 
 DTYPES = {
     "F64": torch.float64,
@@ -77,8 +80,16 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     return entries
 
 
+def header_digest(file: Path) -> str:
+    """SHA-256 of the header (with its length) of a file whose header is sound."""
+    with file.open("rb") as stream:
+        prefix = stream.read(LENGTH.size)
+        return hashlib.sha256(prefix + stream.read(*LENGTH.unpack(prefix))).hexdigest()
+
+
 def header_bytes(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> bytes:
-    """The header (with its length) of a file that holds `tensors` in this order; they may be on the meta device."""
+    """The header (with its length) of a file that holds `tensors` in this order; they may be on the meta device. Its padding
+    aligns them in a file that is mapped."""
     header: dict[str, object] = {METADATA: metadata}
     at = 0
     for name, tensor in tensors.items():
@@ -86,7 +97,7 @@ def header_bytes(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> 
         header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % LENGTH.size)
+    text += b" " * (-(LENGTH.size + len(text)) % ALIGNMENT)
     return LENGTH.pack(len(text)) + text
 
 

@@ -1,15 +1,10 @@
-"""Memory of the host on the way to the devices, and whether what lies in it is finite."""
+"""Whether numbers on the host are finite."""
 
 from __future__ import annotations
-
-import mmap
 
 import numpy as np
 import torch
 
-HUGE = 4 << 20
-"""From this many bytes on memory is asked for in huge pages: 2 MiB at a time, since 4 KiB at a time it costs about as much to
-come by as to fill."""
 _NOT_FINITE = {
     # signed and unsigned integers of the type's width, and the least bits of a positive number that is not finite
     torch.float8_e4m3fn: (np.int8, np.uint8, 0x7F),
@@ -17,16 +12,6 @@ _NOT_FINITE = {
     torch.float16: (np.int16, np.uint16, 0x7C00),
     torch.float32: (np.int32, np.uint32, 0x7F800000),
 }
-
-
-def host_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor of the host, to be filled once and handed on."""
-    size = torch.Size(shape).numel() * dtype.itemsize
-    if size < HUGE:
-        return torch.empty(shape, dtype=dtype)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no huge pages
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def first_not_finite(tensor: torch.Tensor) -> list[int] | None:

@@ -6,6 +6,7 @@
   splits by heads is grouped by key-value head, so that any split of the heads is a split of contiguous columns.
 - Layers that are scanned are one module whose parameters are stacks (see `torchqwen_tpu.models.stacking`).
 - Channels of Gated DeltaNet are grouped by key head on the device (see `GatedDeltaNetShape`).
+- The vocabulary is not padded: no layout splits the embedding or the head, so every number of tokens fits.
 """
 
 from __future__ import annotations

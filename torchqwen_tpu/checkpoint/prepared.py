@@ -2,18 +2,19 @@
 
 A prepared folder holds every parameter in the layout of the device, tensors that are not built here as they are, the
 configuration and the tokenizer. `prepared.json` says what it was made of and for; a start that wants something else is refused.
+Files are mapped, so that a CPU computes from their pages and another device is fed from them. Of each file the length and the
+header are checked, which names the preparation; numbers were checked as they were written and are not read again for that.
 It is no checkpoint to transformers, and comes into being by one renaming: a crash before it leaves nothing that loads.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
@@ -25,39 +26,17 @@ from transformers.utils import logging
 from torchqwen_tpu.checkpoint.atomic import to_disk
 from torchqwen_tpu.checkpoint.files import INDEX, CheckpointFiles
 from torchqwen_tpu.checkpoint.forms import Filling, scale_parameter, set_parameter
-from torchqwen_tpu.checkpoint.header import DTYPES, CheckpointError
+from torchqwen_tpu.checkpoint.header import DTYPES, CheckpointError, header_digest
 from torchqwen_tpu.checkpoint.names import SCALE, is_carried
-from torchqwen_tpu.checkpoint.plan import QUANTIZED_DTYPE
+from torchqwen_tpu.checkpoint.preparation import Preparation
 from torchqwen_tpu.checkpoint.reader import Place, ahead
 from torchqwen_tpu.checkpoint.resolve import PATTERNS
 from torchqwen_tpu.checkpoint.writer import PlacedFile
 from torchqwen_tpu.models.stacking import unstacked
+from torchqwen_tpu.parallel.mesh import ALIGNMENT
 
-LAYOUT_VERSION = 1
-"""Counts the changes to what a parameter looks like on the device (`WeightLayout`, `forms`) and to these folders."""
 DESCRIPTION = "prepared.json"
-SAMPLE = 4096
-"""Bytes of each tensor that a checkpoint's hash takes in."""
 _FILE_BYTES = 5 << 30
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """What a prepared checkpoint was made of and for.
-
-    Attributes:
-        checkpoint: `checkpoint_hash` of the published one.
-        dtype: of parameters that are not FP8.
-        quantization: what became of FP8 weights; None if there were none.
-        mesh: chips × cores and layout.
-    """
-
-    layout_version: int
-    checkpoint: str | None
-    dtype: str
-    quantization: str | None
-    scan_layers: bool
-    mesh: str
 
 
 class PreparedFiles(CheckpointFiles):
@@ -74,16 +53,25 @@ class PreparedFiles(CheckpointFiles):
             self.preparation = Preparation(**{field.name: description[field.name] for field in fields(Preparation)})
             self.requantization_error = dict(description["requantization_error"])
             self._scales = DTYPES[description["scales"]]
-            names = list(description["files"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._digests = {str(name): str(digest) for name, digest in description["files"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{file} does not describe a prepared checkpoint: {error!r}") from error
-        missing = [name for name in names if not (folder / name).is_file()]
+        missing = [name for name in self._digests if not (folder / name).is_file()]
         if missing:
             raise CheckpointError(f"{file} names {', '.join(missing)}, which {folder} does not hold")
-        super().__init__(folder, names)
+        super().__init__(folder, list(self._digests))
 
     def scale_dtype(self, name: str) -> torch.dtype:
         return self._scales
+
+    def check_headers(self) -> None:
+        """Raises CheckpointError if a file is not the one that was written with the others."""
+        for name, digest in self._digests.items():
+            if header_digest(self.folder / name) != digest:
+                raise CheckpointError(
+                    f"{self.folder / name} is not the file that {DESCRIPTION} was written with; remove the folder to have it "
+                    "prepared anew"
+                )
 
     def check(self, wanted: Preparation) -> None:
         """Raises CheckpointError if this was prepared for something else, naming it; what is None was not asked for."""
@@ -119,39 +107,16 @@ def prepared_folder(folder: Path, target: Path | None) -> Path | None:
     return None
 
 
-def checkpoint_hash(files: CheckpointFiles) -> str:
-    """SHA-256 of a published checkpoint: config.json, what the headers say, and 4 KiB from the middle of every tensor.
-
-    Reading all of a checkpoint takes as long as loading it. Another model, another training run or another conversion
-    differs in the middle of its tensors; what goes unseen is damage to single bytes elsewhere.
-    """
-    digest = hashlib.sha256((files.folder / "config.json").read_bytes())
-    samples = {}
-    for name, entry in files.tensors.items():
-        length = min(entry.bytes, SAMPLE)
-        samples[name] = (entry.bytes - length) // 2, length
-        files.prefetch(name, *samples[name])
-    for name, (start, length) in samples.items():
-        entry, sample = files.tensors[name], torch.empty(length, dtype=torch.uint8)
-        files.read_into(name, sample, start)
-        digest.update(f"{entry.file.name} {name} {entry.dtype} {entry.shape} {entry.offset}\n".encode())
-        digest.update(sample.numpy())
-    return digest.hexdigest()
-
-
-def quantization_of(files: CheckpointFiles, policy: str) -> str | None:
-    """The policy, if there is anything that it applies to."""
-    return policy if any(entry.dtype == QUANTIZED_DTYPE for entry in files.tensors.values()) else None
-
-
 class Preparer:
     """Writes a prepared folder while the model is loaded: `keep` takes each parameter, `finish` the rest.
 
     Made by `new_prepared`.
     """
 
-    def __init__(self, partial: Path, files: CheckpointFiles, parameters: dict[str, torch.Tensor]):
-        self._partial, self._files = partial, files
+    def __init__(
+        self, partial: Path, files: CheckpointFiles, parameters: dict[str, torch.Tensor], preparation: Preparation
+    ):
+        self._partial, self._files, self._preparation = partial, files, preparation
         carried = {name: entry for name, entry in files.tensors.items() if is_carried(name)}
         metas = parameters | {
             name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta") for name, entry in carried.items()
@@ -163,14 +128,15 @@ class Preparer:
         self._carried = list(carried)
         self._written: dict[str, PlacedFile] = {}
         for number, group in enumerate(_groups(metas), start=1):
-            file = PlacedFile(partial / f"prepared-{number:05}.safetensors", group)
+            name, metadata = f"prepared-{number:05}.safetensors", {"preparation": preparation.digest}
+            file = PlacedFile(partial / name, group, metadata)
             self._written |= dict.fromkeys(group, file)
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
         """Write one parameter, or its layer of a stack, in its form on the device."""
         self._written[name].write(name, tensor)
 
-    def finish(self, config: PretrainedConfig, preparation: Preparation, requantization_error: dict[str, float]) -> None:
+    def finish(self, config: PretrainedConfig, requantization_error: dict[str, float]) -> None:
         """Write what is no parameter, and the description at the end."""
         for name in tqdm(self._carried, desc="Copying other tensors", disable=not logging.is_progress_bar_enabled()):
             self.keep(name, self._files.read(name))
@@ -183,17 +149,17 @@ class Preparer:
         config.save_pretrained(self._partial)
         scales = {entry.dtype for name, entry in self._files.tensors.items() if name.endswith(SCALE) and not is_carried(name)}
         description = {
-            **asdict(preparation),
+            **asdict(self._preparation),
             "requantization_error": requantization_error,
             "scales": scales.pop() if len(scales) == 1 else "F32",
-            "files": sorted({file.path.name for file in self._written.values()}),
+            "files": {path.name: header_digest(path) for path in sorted({file.path for file in self._written.values()})},
         }
         (self._partial / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")
 
 
 @contextlib.contextmanager
 def new_prepared(
-    target: Path, files: CheckpointFiles, model: nn.Module, fillings: list[Filling]
+    target: Path, files: CheckpointFiles, model: nn.Module, fillings: list[Filling], preparation: Preparation
 ) -> Iterator[Preparer]:
     """A prepared folder that grows beside `target` and takes its name on leaving.
 
@@ -204,7 +170,7 @@ def new_prepared(
     shutil.rmtree(partial, ignore_errors=True)  # of a start that was killed
     partial.mkdir(parents=True)
     try:
-        yield Preparer(partial, files, _parameters(model, fillings))
+        yield Preparer(partial, files, _parameters(model, fillings), preparation)
         for file in partial.iterdir():
             to_disk(file)
         to_disk(partial)
@@ -221,11 +187,12 @@ def load_prepared(files: PreparedFiles, model: nn.Module, place: Place) -> None:
         CheckpointError: tensors that are missing, unexpected or of a wrong shape.
     """
     jobs = _adopt(files, model)
+    files.check_headers()
     total = sum(files.tensors[name].bytes for name in jobs)
 
     def start(name: str, submit: Callable) -> Callable[[], torch.Tensor]:
         files.prefetch(name)
-        return submit(files.read, name).result
+        return lambda: files.map(name)
 
     with tqdm(
         total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not logging.is_progress_bar_enabled()
@@ -278,17 +245,21 @@ def _parameters(model: nn.Module, fillings: list[Filling]) -> dict[str, torch.Te
 
 
 def _groups(metas: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """Tensors of one file each, wide types first, so that all are aligned."""
+    """Tensors of one file each, in an order in which large ones are aligned for XLA and all for their types."""
+
+    def in_order(group: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return dict(sorted(group.items(), key=lambda item: (_size(item[1]) % ALIGNMENT != 0, -item[1].element_size())))
+
     group: dict[str, torch.Tensor] = {}
     held = 0
     for name, meta in metas.items():
         if group and held + _size(meta) > _FILE_BYTES:
-            yield dict(sorted(group.items(), key=lambda item: -item[1].element_size()))
+            yield in_order(group)
             group, held = {}, 0
         group[name] = meta
         held += _size(meta)
     if group:
-        yield dict(sorted(group.items(), key=lambda item: -item[1].element_size()))
+        yield in_order(group)
 
 
 def _size(meta: torch.Tensor) -> int:

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import httpx2
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
@@ -18,13 +19,15 @@ PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
 
 
 def resolve_folder(path_or_id: str | os.PathLike, **hub) -> Path:
-    """A local folder as it is; a hub id downloaded (or found in the cache when offline).
+    """A local folder as it is; a hub id downloaded (or found in the cache when offline). What an earlier download fetched,
+    whole files or the first part of one, is not fetched again.
 
     Args:
         hub: revision, cache_dir, token, local_files_only and force_download, as for `huggingface_hub.snapshot_download`.
 
     Raises:
         FileNotFoundError: neither a folder nor a model that can be had.
+        ConnectionError: the download broke off.
     """
     path = Path(path_or_id).expanduser()
     if path.is_dir():
@@ -37,6 +40,10 @@ def resolve_folder(path_or_id: str | os.PathLike, **hub) -> Path:
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise FileNotFoundError(
             f"{name} is neither a folder here nor a model that the hub gave ({type(error).__name__}: {error})"
+        ) from error
+    except httpx2.HTTPError as error:
+        raise ConnectionError(
+            f"the download of {name} broke off ({type(error).__name__}: {error}); start again, and it goes on where it stopped"
         ) from error
 
 

@@ -28,7 +28,7 @@ class Stacks:
             stack: spent afterwards; one on the meta device has no layers yet.
         """
         axes = parameter_axes(name, stack.dim())
-        value = self._mesh.put(value, axes[1:])
+        value = self._mesh.give(value, axes[1:])
         specs = self._mesh.spec(axes), self._mesh.spec(axes[1:]), self._mesh.spec((None,))
         if stack.is_meta:
             op = JaxOp("first_of_stack", _first, (("layers", len(stack)),), self._mesh.abstract, specs[1:], specs[0])

@@ -68,9 +68,9 @@ def _write_file(file: Path, tensors: dict[str, Saved], bar: tqdm) -> None:
 class PlacedFile:
     """A safetensors file whose tensors (given on the meta device) may be written in any order."""
 
-    def __init__(self, path: Path, tensors: dict[str, torch.Tensor]):
+    def __init__(self, path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]):
         self.path = path
-        header = header_bytes(tensors, {})
+        header = header_bytes(tensors, metadata)
         self._metas, self._places, at = tensors, {}, len(header)
         for name, meta in tensors.items():
             self._places[name] = at

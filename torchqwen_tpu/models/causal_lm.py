@@ -24,16 +24,8 @@ from torchqwen_tpu.checkpoint.files import CheckpointFiles
 from torchqwen_tpu.checkpoint.forms import prepare, set_parameter
 from torchqwen_tpu.checkpoint.layout import WeightLayout
 from torchqwen_tpu.checkpoint.names import SCALE
-from torchqwen_tpu.checkpoint.prepared import (
-    LAYOUT_VERSION,
-    Preparation,
-    PreparedFiles,
-    checkpoint_hash,
-    load_prepared,
-    new_prepared,
-    prepared_folder,
-    quantization_of,
-)  # fmt: skip
+from torchqwen_tpu.checkpoint.preparation import LAYOUT_VERSION, Preparation, checkpoint_hash, quantization_of
+from torchqwen_tpu.checkpoint.prepared import PreparedFiles, load_prepared, new_prepared, prepared_folder
 from torchqwen_tpu.checkpoint.publish import FORMATS, Publisher, quantization_settings
 from torchqwen_tpu.checkpoint.reader import Place, is_head_tied, load_parameters
 from torchqwen_tpu.checkpoint.resolve import (
@@ -52,6 +44,7 @@ from torchqwen_tpu.models.qwen3_5 import TextModel
 from torchqwen_tpu.ops import Operations
 from torchqwen_tpu.parallel import build_mesh
 from torchqwen_tpu.parallel.mesh import DeviceMesh
+from torchqwen_tpu.parallel.rules import parameter_axes
 from torchqwen_tpu.runtime.generation import Generation
 from torchqwen_tpu.runtime.packing import Selected, extend
 from torchqwen_tpu.runtime.step import Steps
@@ -185,9 +178,9 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
         else:
             config = copy.deepcopy(self.checkpoint_config)
             config.dtype = config.get_text_config().dtype = dtype
-            with new_prepared(target, files, self, filled) as preparer:
+            with new_prepared(target, files, self, filled, preparation) as preparer:
                 self.requantization_error = load_parameters(files, layout, filled, place, preparer.keep)
-                preparer.finish(config, preparation, self.requantization_error)
+                preparer.finish(config, self.requantization_error)
         for kind, error in self.requantization_error.items():
             logger.info(f"{kind}: requantised per output channel with a relative error of {error:.2%}")
 
@@ -196,7 +189,7 @@ class CausalLM(Generation, PreTrainedModel, GenerationMixin):
 
         def place(name: str, value: torch.Tensor, index: int | None = None) -> None:
             if index is None:
-                placed = mesh.shard_parameter(name, value.to(torch_xla.device()))
+                placed = mesh.give(value, parameter_axes(name, value.dim()))
             else:
                 placed = stacks.write(name, self.get_parameter(name).detach(), value, index)
             set_parameter(self, name, placed)

@@ -14,13 +14,16 @@ import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as spmd
 import torch_xla.runtime as xr
 from jax.sharding import AbstractMesh, PartitionSpec
+from torch_xla.utils import dlpack
 
 from custom_ops.tpu_options import use_graph_options
 from torchqwen_tpu.config import ParallelConfig
-from torchqwen_tpu.parallel.rules import LAYOUT_RULES, parameter_axes
+from torchqwen_tpu.parallel.rules import LAYOUT_RULES
 
 Axes = tuple[str | None, ...]
 """Logical axis of each dimension of a tensor; None where it is not split."""
+ALIGNMENT = 64
+"""Bytes that the address of memory is a multiple of which XLA:CPU uses where it lies."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +67,16 @@ class DeviceMesh:
             spmd.mark_sharding(tensor, self._spmd_mesh, tuple(self.spec(axes)))
         return tensor
 
-    def shard_parameter(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Annotate a parameter by its name, from the table of rules."""
-        return self.shard(tensor, parameter_axes(name, tensor.dim()))
-
     def put(self, array: torch.Tensor, axes: Axes) -> torch.Tensor:
         """A tensor of the host on the device, split by its logical axes."""
         return self.shard(array.to(torch_xla.device()), axes)
+
+    def give(self, array: torch.Tensor, axes: Axes) -> torch.Tensor:
+        """As `put`, of a tensor that nobody writes to any more: a CPU that is the only device uses its memory where it lies,
+        if XLA can, in place of a copy."""
+        if self.devices == 1 and xr.device_type() == "CPU" and _is_usable_in_place(array):
+            return dlpack.from_dlpack(array)
+        return self.put(array, axes)
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the device on the host, however it is split."""
@@ -87,6 +93,17 @@ class DeviceMesh:
     @property
     def _spmd_mesh(self) -> spmd.Mesh:
         return _spmd_mesh(self.chips, self.cores)
+
+
+def _is_usable_in_place(array: torch.Tensor) -> bool:
+    """Whether XLA:CPU takes the memory of a tensor: aligned, and of a type that DLPack knows, which FP8 is not for
+    torch_xla."""
+    return (
+        array.numel() > 0
+        and array.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and array.is_contiguous()
+        and array.data_ptr() % ALIGNMENT == 0
+    )
 
 
 @functools.cache
