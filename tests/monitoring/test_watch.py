@@ -86,6 +86,19 @@ def test_without_a_watch_the_graphs_are_what_they_were(small):
         assert compilations() == before
 
 
+def test_every_second_step(small, tmp_path):
+    """Of each kind; those between are run by the graphs that run without a watch."""
+    generate(small)
+    stream = tmp_path / "steps.jsonl"
+    with monitoring.watch(small, stream=stream, every=2):
+        generate(small)
+        generate(small)
+    kinds = [json.loads(line)["kind"] for line in stream.read_text().splitlines()]
+    assert kinds == ["extend", "decode", "decode", "decode"]  # of two prefills, and of six times eight decode steps
+    with pytest.raises(ValueError, match="every"), monitoring.watch(small, every=0):
+        pass
+
+
 def test_two_watches_at_once_are_refused(small):
     with monitoring.watch(small), pytest.raises(RuntimeError, match="watched already"), monitoring.watch(small):
         pass
