@@ -49,7 +49,8 @@ class CacheLayout:
     def shape(self, sequences: int, tokens: int) -> CacheShape:
         """A cache for that many sequences of that many tokens, rounded up to buckets."""
         # At least two rows: XLA:CPU computes products with a single row element by element, producers and all.
-        return CacheShape(bucket(-(-sequences // self.mesh.ranks), 2), bucket(-(-max(tokens, 1) // self.page_size)), self.page_size)
+        rows, pages = -(-sequences // self.mesh.ranks), -(-max(tokens, 1) // self.page_size)
+        return CacheShape(bucket(rows, 2), bucket(pages), self.page_size)
 
     def arrays(self, shape: CacheShape) -> list[tuple[tuple[int, ...], torch.dtype, Axes]]:
         """Global shape, dtype and logical axes of the states: windows and recurrent states of all Gated DeltaNet layers,

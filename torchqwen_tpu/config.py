@@ -118,7 +118,7 @@ class RuntimeConfig:
     implementations: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.page_size is not None and (self.page_size < 16 or self.page_size > 256 or self.page_size & (self.page_size - 1)):
+        if self.page_size not in (None, 16, 32, 64, 128, 256):
             raise ValueError(f"page_size must be 16, 32, 64, 128 or 256, not {self.page_size}")
         if self.state_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"state_dtype must be float32 or bfloat16, not {self.state_dtype!r}")

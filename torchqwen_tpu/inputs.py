@@ -162,7 +162,7 @@ def _positions(position_ids: torch.Tensor, shape: tuple[int, int]) -> np.ndarray
         positions = np.broadcast_to(positions, (3, *positions.shape))
     if positions.ndim == 3 and positions.shape[0] == 4:
         positions = positions[1:]
-    if positions.ndim != 3 or positions.shape[0] != 3 or positions.shape[1] not in (1, shape[0]) or positions.shape[2] != shape[1]:
+    if positions.shape not in ((3, 1, shape[1]), (3, *shape)):
         raise ValueError(
             f"position_ids must be [batch, sequence], [3, batch, sequence] or [4, batch, sequence] for {list(shape)}, "
             f"not {list(position_ids.shape)}"

@@ -30,7 +30,7 @@ class Running(NamedTuple):
 
 def scores_of(query, block: Block, head: int):
     """[rows, positions] of queries that are scaled."""
-    scores = _dot(query, block.rows(2 * head), 1, block.layout.interpret)
+    scores = _product(query, block.rows(2 * head), (1, 1), query.dtype, block.layout.interpret)
     return scores * block.scale(2 * head) if block.layout.scaled else scores
 
 
@@ -44,7 +44,7 @@ def attend(running: Running, scores, dtype, block: Block, head: int) -> Running:
     total = running.total * shrink + jnp.sum(weights, axis=1, keepdims=True)
     if block.layout.scaled:
         weights = weights * block.scale(2 * head + 1)
-    update = _dot(weights.astype(dtype), block.rows(2 * head + 1), 0, block.layout.interpret)
+    update = _product(weights, block.rows(2 * head + 1), (1, 0), dtype, block.layout.interpret)
     return Running(highest, total, running.weighted * shrink + update)
 
 
@@ -55,7 +55,7 @@ def attend_columns(running: Running, query, seen, block: Block, head: int) -> Ru
     seen: [positions, columns], or None where all are.
     """
     interpret, scaled = block.layout.interpret, block.layout.scaled
-    scores = _product(block.rows(2 * head), query, 1, interpret)
+    scores = _product(block.rows(2 * head), query, (1, 0), query.dtype, interpret)
     if scaled:
         scores = scores * _column(block.scale(2 * head))
     if seen is not None:
@@ -66,7 +66,7 @@ def attend_columns(running: Running, query, seen, block: Block, head: int) -> Ru
     if scaled:
         weights = weights * _column(block.scale(2 * head + 1))
     values = block.rows(2 * head + 1).astype(query.dtype)  # in FP8 it could not be turned
-    update = _product(values, weights.astype(query.dtype), 0, interpret)
+    update = _product(values, weights, (0, 0), query.dtype, interpret)
     return Running(highest, total, running.weighted * shrink + update)
 
 
@@ -75,20 +75,10 @@ def _column(row):
     return jnp.broadcast_to(row, (8, row.shape[1])).T[:, :1]
 
 
-def _product(left, right, contracted: int, interpret: bool):
-    """FP32 product of keys (contracted over columns) or values (over rows) with columns."""
-    if interpret or (left.dtype, right.dtype) != (FP8, jnp.bfloat16):
-        left = left.astype(right.dtype)
-    precision = lax.Precision.HIGHEST if right.dtype == jnp.float32 else None
-    contract = (((contracted,), (0,)), ((), ()))
-    return lax.dot_general(left, right, contract, precision=precision, preferred_element_type=jnp.float32)
-
-
-def _dot(left, right, contracted: int, interpret: bool):
-    """FP32 product of rows with keys (contracted over columns) or values (over rows). The matrix unit multiplies BF16 by FP8
-    as it is."""
-    if interpret or (left.dtype, right.dtype) != (jnp.bfloat16, FP8):
-        right = right.astype(left.dtype)
-    precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
-    contract = (((1,), (contracted,)), ((), ()))
+def _product(left, right, contracted: tuple[int, int], dtype, interpret: bool):
+    """FP32 product of operands in `dtype`, contracted over one axis of each. The matrix unit multiplies BF16 by FP8 as is."""
+    mixed = dtype == jnp.bfloat16 and not interpret
+    left, right = (operand if mixed and operand.dtype == FP8 else operand.astype(dtype) for operand in (left, right))
+    contract = (tuple((axis,) for axis in contracted), ((), ()))
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     return lax.dot_general(left, right, contract, precision=precision, preferred_element_type=jnp.float32)

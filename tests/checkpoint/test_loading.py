@@ -12,6 +12,7 @@ from support import dense_config, padded, random_rows, reference_logits, referen
 
 from torchqwen_tpu import ParallelConfig, Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 
+
 @pytest.mark.parametrize("shards", [1, 3])
 def test_whole_model(checkpoint, tmp_path, shards):
     model = load(checkpoint.write(tmp_path, shards))

@@ -19,7 +19,7 @@ PARTS = ("layers.0.linear_attn.", "layers.3.self_attn.", "layers.0.mlp.experts."
 MILLION, BILLION = 1e6, 1e9
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def shapes(size: str) -> dict[str, torch.Size]:
     """Published names and shapes of our model."""
     with torch.device("meta"):

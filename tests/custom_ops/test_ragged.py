@@ -27,7 +27,7 @@ def layout(request):
     return tuple(np.array(part, np.int32) for part in request.param)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def tiles_of(tile: int):
     return jax.jit(functools.partial(tile_sequences, tokens=TOKENS, tile=tile))
 

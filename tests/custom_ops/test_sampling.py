@@ -17,7 +17,7 @@ ROWS, VOCABULARY = 8192, 12
 ALL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _sample(candidates: int):
     return jax.jit(functools.partial(sampling.sample, candidates=candidates))
 

@@ -20,7 +20,6 @@ from support import (
 import torchqwen_tpu
 
 
-
 @pytest.mark.parametrize("length", PROMPT_LENGTHS)
 def test_logits_of_the_tiny_checkpoint(tiny, tiny_reference, text, length):
     row = text[:length]

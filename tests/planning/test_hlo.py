@@ -135,6 +135,14 @@ def test_no_entry():
         ("replica_groups={{0,1},{2,3},{4,5},{6,7}}", 2, ()),
         ("replica_groups=[2,4]<=[4,2]T(1,0)", 4, (2, 2)),
         ("replica_groups=[1,8]<=[8]", 8, (2, 2)),
+        ("replica_groups={}", 8, (2, 2)),
+        ("replica_groups=mesh['axis_0'=1,'axis_1'=8] {'axis_1'}", 8, (2, 2)),
+        ("replica_groups=mesh['chip'=4,'core'=2] {'core'}", 2, ()),
+        ("replica_groups=mesh[chip=4,core=2] {chip}", 4, (2, 2)),
+        ("replica_groups=mesh['all'=8] {'all':(2)2}", 2, (2,)),
+        ("replica_groups=mesh['all'=8] {'all':(1)2,'all':(4)2}", 4, (2,)),
+        ("replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}", 2, ()),
+        ("replica_groups=mesh['a'=4,'b'=2], device_ids=(0,2,1,3,4,6,5,7) {'b'}", 2, (2,)),
         ("source_target_pairs={{0,2},{2,0}}", 2, (2,)),
     ],
 )
@@ -143,3 +151,10 @@ def test_devices_of_a_collective(module, groups, devices, dimensions):
     gather = type(instruction)("g", "all-gather", "f32[8]", (), f", {groups}, metadata={{}}", "")
     links = links_of(gather, TPU7X, [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0)])
     assert (links.devices, links.dimensions) == (devices, dimensions)
+
+
+def test_groups_that_cannot_be_read_are_an_error(module):
+    instruction = module.entry.by_name["one"]
+    gather = type(instruction)("g", "all-gather", "f32[8]", (), ", replica_groups=ring(8), metadata={}", "")
+    with pytest.raises(ValueError, match=r"ring\(8\)"):
+        links_of(gather, TPU7X, [(0, 0, 0)])

@@ -114,10 +114,10 @@ def test_what_splitting_every_layer_over_all_cores_costs(planned, split):
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="one sum of a split layer is seen, two are expected: see README, Plans")
-def test_all_sums_of_a_split_layer_are_counted(split):
-    """Each layer adds up its heads' part and its experts' part over all cores."""
-    assert split.steps["decode, start"].exchanged.runs >= 2 * LAYERS
+def test_a_split_layer_has_two_sums_over_all_cores(split):
+    """Of its heads' parts, which the norm before the experts waits for, and of its experts' parts."""
+    for kind in ("prefill", "decode, start"):
+        assert exchanges(split.steps[kind]) == {"all-reduce": 2 * LAYERS}
 
 
 class _Balanced(HTMLParser):

@@ -77,6 +77,12 @@ def test_loops_of_a_program_whose_bound_is_data():
     assert play(LOOP, schedules).costs["work"].cycles == 0
 
 
+def test_a_program_runs_once_whatever_is_said_of_its_loops():
+    nested = Loop(0, 99, own=10, inner=[Loop(1, 50, own=20, steps=None, inner=[Loop(2, 9, own=30, steps=None)])])
+    result = play(LOOP, {"work": nested}, kernel_trips=lambda name, loop: 8 if loop.inner else 2)
+    assert result.costs["work"].cycles == 10 + 8 * (20 + 2 * 30)
+
+
 PREFETCH = """  %ahead = (f32[4096,4096]{1,0:T(8,128)S(1)}, f32[4096,4096]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%x)
   %busy = f32[8,128]{1,0:T(8,128)S(1)} custom-call(), custom_call_target="tpu_custom_call"
   %there = f32[4096,4096]{1,0:T(8,128)S(1)} copy-done(%ahead)

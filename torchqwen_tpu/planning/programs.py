@@ -58,14 +58,19 @@ class Programs:
         return programs
 
     def _bundles(self, name: str, program: Loop) -> float | None:
+        """Of one run; None where turns are not known."""
+
         def entered(loop: Loop) -> float | None:
             turns = self.kernel_trips(name, loop)
             turns = loop.steps if turns is None else turns
-            inner = [entered(other) for other in loop.inner]
-            if turns is None or None in inner:
+            body = once(loop)
+            if turns is None or body is None:
                 return None
-            body = loop.own + sum(inner)
             skipped = loop.longest_skip[1] - loop.longest_skip[0] + 1 if loop.extra and loop.longest_skip else 0
             return turns * body + loop.extra * max(body - skipped, 0)
 
-        return entered(program)
+        def once(loop: Loop) -> float | None:
+            inner = [entered(other) for other in loop.inner]
+            return None if None in inner else loop.own + sum(inner)
+
+        return once(program)
