@@ -1,4 +1,5 @@
-"""Choices of the true next line of a file, in inspect-ai (`pip install -e '.[inspect]'`), on text that the model has not seen.
+"""Choices of the true next line of a file, in inspect-ai (`pip install -e '.[inspect]'`), on text that the model has not
+seen: 24 of them.
 
 Expected output:
 
@@ -28,7 +29,7 @@ def next_line() -> Task:
 
 model = get_model(f"torchqwen/{EXAMPLES / 'tiny-qwen3.5-moe'}", chat_template=False)
 with tempfile.TemporaryDirectory() as folder:
-    (log,) = eval(next_line(), model=model, log_dir=folder, display="none")
+    (log,) = eval(next_line(), model=model, limit=24, log_dir=folder, display="none")
 if log.status != "success":
     raise SystemExit(log.error.message)
 print(f"accuracy {log.results.scores[0].metrics['accuracy'].value:.4f}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 lm_eval = pytest.importorskip("lm_eval")
 
@@ -78,6 +79,34 @@ def test_long_contexts_lose_tokens_on_the_left_and_say_so(ours, theirs, caplog):
     assert "left" in caplog.text
     ((expected, _),) = theirs.loglikelihood(instances("loglikelihood", requests))
     assert value == pytest.approx(expected, abs=1e-3)
+
+
+def test_long_prompts_lose_tokens_on_the_left_and_say_so(ours, theirs, caplog):
+    requests = instances("generate_until", [("".join(TEXTS) * 3, {"until": [], "max_gen_toks": 6})])
+    answers = ours.generate_until(requests)
+    assert "Left truncation" in caplog.text
+    assert answers == theirs.generate_until(requests)
+
+
+def test_an_empty_prompt_is_the_token_that_begins_a_text(ours, tiny):
+    """Beside others, too."""
+    prompt = torch.tensor([[ours.prefix_token_id]])
+    expected = tiny.generate(prompt, max_new_tokens=6, do_sample=False)[0, 1:]
+    requests = [(text, {"until": [], "max_gen_toks": 6}) for text in (TEXTS[0], "")]
+    assert ours.generate_until(instances("generate_until", requests))[1] == ours.tok_decode(expected)
+
+
+@pytest.mark.parametrize("add_bos_token", [None, False, True])
+def test_texts_are_tokenized_together_as_one_by_one(ours, add_bos_token, monkeypatch):
+    """Contexts that end in white space or hold nothing else, that come again, and that begin with the first token."""
+    start = ours.tokenizer.decode(ours.prefix_token_id)
+    requests = [(before, after) for before in ("import ", "import", f"{start}import\n ", "x") for after in ("os", " os\n")]
+    seen = []
+    monkeypatch.setattr(ours, "add_bos_token", add_bos_token)
+    monkeypatch.setattr(ours, "_loglikelihood_tokens", lambda encoded, **options: seen.append(encoded))
+    for own in (ours.loglikelihood, super(TorchQwenLM, ours).loglikelihood):
+        own(instances("loglikelihood", [*requests, ("", "os"), ("", f"{start}os")]))
+    assert seen[0] == seen[1]
 
 
 def test_a_continuation_beyond_the_length_is_refused(ours):

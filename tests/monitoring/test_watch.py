@@ -9,6 +9,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+import torch_xla
 from support import moe_config, padded, save_random
 from watched import ROWS, generate
 
@@ -70,6 +71,32 @@ def test_nothing_is_left_behind(small):
         pass
     generate(small)
     assert compilations() == before and small.steps.observer is None
+
+
+@torch.no_grad()
+def test_without_a_watch_the_graphs_are_what_they_were(small):
+    """Traced anew after a watch, because a weight was written to, all of them are graphs that were compiled before it."""
+    generate(small)
+    with monitoring.watch(small):
+        generate(small)
+    with changed(small.model.norm.weight, lambda weight: None):
+        torch_xla.sync()
+        before = compilations()
+        generate(small)
+        assert compilations() == before
+
+
+def test_every_second_step(small, tmp_path):
+    """Of each kind; those between are run by the graphs that run without a watch."""
+    generate(small)
+    stream = tmp_path / "steps.jsonl"
+    with monitoring.watch(small, stream=stream, every=2):
+        generate(small)
+        generate(small)
+    kinds = [json.loads(line)["kind"] for line in stream.read_text().splitlines()]
+    assert kinds == ["extend", "decode", "decode", "decode"]  # of two prefills, and of six times eight decode steps
+    with pytest.raises(ValueError, match="every"), monitoring.watch(small, every=0):
+        pass
 
 
 def test_two_watches_at_once_are_refused(small):

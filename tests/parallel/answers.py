@@ -5,20 +5,26 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import unittest.mock
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
+import numpy as np
 import torch
 from support import padded, random_rows
 
 import torchqwen_tpu
 from torchqwen_tpu import AutoModelForCausalLM, ParallelConfig, RuntimeConfig
+from torchqwen_tpu.evaluation import score_requests, scoring
 from torchqwen_tpu.runtime.graph import compilations
 
 NEW_TOKENS = 32
 ROWS = random_rows((4, 17, 1), seed=40)
 """A batch that no mesh of more than one device divides."""
+
+REQUESTS = [(context, after) for context in ROWS for after in random_rows((1, 6, 3), seed=42)]
+"""Continuations to be scored: fewer contexts than devices, and three for each of them."""
 
 
 def sampled(model) -> torch.Tensor:
@@ -36,6 +42,8 @@ def answers(model) -> dict[str, torch.Tensor]:
         "beams": model.generate(torch.tensor(ROWS[1:2]), max_new_tokens=NEW_TOKENS, do_sample=False, num_beams=3),
         "sampled": sampled(model),
     }
+    with unittest.mock.patch.object(scoring, "STEP_TOKENS", (64, 128)):
+        result["scores"] = torch.from_numpy(np.concatenate([one.logprob for one in score_requests(model, REQUESTS)]))
     first = model.generate(**batch, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
     more = padded(random_rows((2, 3, 5), seed=41), "left")
     ids = torch.cat([first.sequences, more["input_ids"]], dim=1)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from answers import NEW_TOKENS, ROWS, sampled
+from answers import NEW_TOKENS, REQUESTS, ROWS, sampled
 from support import (
     PROMPT_LENGTHS,
     TOLERANCE,
@@ -84,6 +84,14 @@ def test_beams(many, expected_beams):
 
 def test_a_seed_gives_the_answer_of_one_device(many, sampled_on_one_device):
     assert torch.equal(many["sampled"], sampled_on_one_device)
+
+
+def test_scores(many, small_reference):
+    expected = []
+    for context, after in REQUESTS:
+        logprobs = reference_logits(small_reference, context + after).log_softmax(-1)[len(context) - 1 : -1]
+        expected.append(logprobs.gather(1, torch.tensor(after)[:, None])[:, 0])
+    torch.testing.assert_close(many["scores"], torch.cat(expected), atol=TOLERANCE, rtol=0)
 
 
 def test_second_turn(many, small_reference):

@@ -100,6 +100,9 @@ class Onlooker:
     def __post_init__(self):
         self.extends, self.decodes = [], []
 
+    def due(self, shape) -> bool:
+        return True
+
     def extended(self, shape, header, records):
         self.extends.append(records)
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from torchqwen_tpu.commands.arguments import count, load_model, load_tokenizer, model_arguments, positive, positive_or_auto
-from torchqwen_tpu.evaluation.tasks import check_tasks, evaluate, format_results, write_results
+from torchqwen_tpu.evaluation.tasks import evaluate, find_tasks, format_results, write_results
 
 
 def add(commands) -> None:
@@ -30,10 +30,10 @@ def add(commands) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(arguments)
-    check_tasks(arguments.tasks, arguments.include_path)
+    manager = find_tasks(arguments.tasks, arguments.include_path)
     results = evaluate(
         load_model(arguments), tokenizer, arguments.tasks,
-        include_path=arguments.include_path, num_fewshot=arguments.num_fewshot, batch_size=arguments.batch_size,
+        task_manager=manager, num_fewshot=arguments.num_fewshot, batch_size=arguments.batch_size,
         limit=arguments.limit, max_length=arguments.max_length, log_samples=arguments.log_samples,
     )  # fmt: skip
     if arguments.output:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections import Counter
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TextIO
@@ -36,8 +37,10 @@ class Watch(AbstractContextManager):
         attention: (step, [attention layers] smallest logit, [attention layers] largest) of every look.
     """
 
-    def __init__(self, model: CausalLM, limits: Limits, stream: TextIO | None):
-        self.model, self.limits = model, limits
+    def __init__(self, model: CausalLM, limits: Limits, stream: TextIO | None, every: int = 1):
+        if every < 1:
+            raise ValueError(f"every must be at least 1, not {every}; 1 looks at every step")
+        self.model, self.limits, self.every = model, limits, every
         self.recorder = Statistics.of(model.config)
         self.findings: list[Finding] = []
         self.steps = 0
@@ -47,6 +50,7 @@ class Watch(AbstractContextManager):
             self.loads = Loads(len(self.recorder.kinds), model.mesh.ranks, self.recorder.experts)
         self.attention: list[tuple[int, np.ndarray, np.ndarray]] = []
         self._stream = stream
+        self._steps_of = Counter()
         self._pending: tuple[Place, torch.Tensor] | None = None
         self._poisoned = False
 
@@ -60,6 +64,12 @@ class Watch(AbstractContextManager):
     def __exit__(self, *error) -> None:
         self.model.steps.observer = None
         self.settle()
+
+    def due(self, shape: ExtendShape | DecodeShape) -> bool:
+        """See `Observer`. Prefill and decode take turns in a generation, so each is counted on its own."""
+        kind = type(shape)
+        self._steps_of[kind] += 1
+        return self._steps_of[kind] % self.every == 1 % self.every
 
     def extended(self, shape: ExtendShape, header: torch.Tensor, records: Records) -> None:
         """See `Observer`."""

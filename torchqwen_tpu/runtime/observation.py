@@ -32,13 +32,16 @@ class Extended(NamedTuple):
 
 
 class Observer(Protocol):
-    """Sees every step of a model while it is `Steps.observer`, as soon as it is on its way.
+    """Sees the steps of a model while it is `Steps.observer`, as soon as they are on their way.
 
     Attributes:
         recorder: what it wants kept of each step.
     """
 
     recorder: Recorder
+
+    def due(self, shape: ExtendShape | DecodeShape) -> bool:
+        """Whether it is to see the step that comes now; others run as without an observer."""
 
     def extended(self, shape: ExtendShape, header: torch.Tensor, records: Records) -> None:
         """A step takes the tokens of `header` (as `shape.header` packs it, on the host); records are those of `recorder`."""

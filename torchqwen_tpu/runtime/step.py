@@ -32,7 +32,7 @@ class Steps:
         decoder, head: the modules, their parameters on the device; without a head the embedding serves as one.
 
     Attributes:
-        observer: sees every step; None costs nothing.
+        observer: sees the steps that it wants to; None costs nothing.
     """
 
     def __init__(self, decoder: TextModel, head: Linear | None, ops: Operations, runtime: RuntimeConfig):
@@ -60,7 +60,7 @@ class Steps:
         outputs, records = split_records(shape.recorders, outputs)
         count = len(cache.states)
         cache.states = outputs[:count]
-        if self.observer is not None:
+        if seen:
             self.observer.extended(shape, header, seen)
         return Extended(outputs[count], outputs[count + 1 :], records)
 
@@ -84,7 +84,7 @@ class Steps:
         outputs, seen = self._run(shape, inputs, cache, f"decode step of {shape.rows} sequences")
         outputs, _ = split_records(shape.recorders, outputs)
         cache.states = outputs[:-1]
-        if self.observer is not None:  # while the device works
+        if seen:  # while the device works
             self.observer.decoded(shape, header, seen)
         return mesh.get(outputs[-1]).numpy()
 
@@ -112,7 +112,7 @@ class Steps:
 
     def _run(self, shape, inputs: list[torch.Tensor], cache: HybridCache, what: str) -> tuple[list[torch.Tensor], Records]:
         """The outputs of a step, and what was recorded for the observer alone."""
-        watching = () if self.observer is None else (self.observer.recorder,)
+        watching = (self.observer.recorder,) if self.observer is not None and self.observer.due(shape) else ()
         if watching:
             shape = replace(shape, recorders=(*shape.recorders, *watching))
         states = range(len(inputs), len(inputs) + len(cache.states))
