@@ -134,7 +134,8 @@ def table(shapes: Sequence[MoeShape]) -> str:
         )
     notes = (
         "Parts of a whole step, then the layer in as many micro-batches as are best. All-gather: our kernel, or XLA's where "
-        "that is said to be faster; reduce-scatter: our kernel in BF16. Experts: the least that reading weights or matrix work takes, tokens choosing evenly."
+        "that is said to be faster; reduce-scatter: our kernel in BF16. Experts: the least that reading weights or matrix work "
+        "takes, tokens choosing evenly."
     )
     return "\n".join([STATEMENT, notes, "", *lines])
 

@@ -5,10 +5,11 @@ travel as 32-bit words [rows * pitch, 128]: word w of lane l holds columns 256 w
 half) as BF16, and each row begins a memory tile of its own. A load or store of every pitch-th sublane turns a column of
 eight rows' words into a register of the other layout, or back.
 
-Scales multiply a row once, here, whatever the number of its experts, and what the experts read is BF16 in every case: int8 codes
-cost them nothing and need no requantisation, because FP8 weights are multiplied by BF16 rows anyway. By the schedule for tpu7x,
-4,096 columns, 128 rows take 1,026 bundles in FP8 and 1,265 in int8, where each block has a scale to spread over its lanes, and
-to send 32 of them 1,325 and 1,550: in all 10 µs more for a core of eight at 8,192 tokens and 0.1 µs at 64, at an assumed 2.2 GHz.
+Scales multiply a row once, here, whatever the number of its experts, and what the experts read is BF16 in every case: int8
+codes cost them nothing and need no requantisation, because FP8 weights are multiplied by BF16 rows anyway. By the schedule for
+tpu7x, 4,096 columns, 128 rows take 1,026 bundles in FP8 and 1,265 in int8, where each block has a scale to spread over its
+lanes, and to send 32 of them 1,325 and 1,550: in all 10 µs more for a core of eight at 8,192 tokens and 0.1 µs at 64, at an
+assumed 2.2 GHz.
 """
 
 from __future__ import annotations

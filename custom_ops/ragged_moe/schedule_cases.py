@@ -111,14 +111,14 @@ def report(rows: Sequence[Row]) -> str:
         bound = 1e6 * least_bytes(tokens) / HBM_BYTES_PER_SECOND
         production, best = PUBLISHED[tokens]
         lines.append(
-            f"{tokens:6,}  {gather:10.1f}  {flat_gather:5.1f}  {row.time:7.1f}  {rest:3.0f}  {scatter:14.1f}  {flat_scatter:5.1f}  {parts:13}  "
-            f"{layer:6.1f}  {production:4} / {best:4}  {bound:10.1f}  {bound / layer:5.0%}"
+            f"{tokens:6,}  {gather:10.1f}  {flat_gather:5.1f}  {row.time:7.1f}  {rest:3.0f}  {scatter:14.1f}  "
+            f"{flat_scatter:5.1f}  {parts:13}  {layer:6.1f}  {production:4} / {best:4}  {bound:10.1f}  {bound / layer:5.0%}"
         )
     notes = (
         "A layer of 397B on one machine of four chips, modelled, in µs: parts of a whole step, then the layer in as many "
         "micro-batches as are best. The all-gather is our kernel, or XLA's where few rows gain nothing, the reduce-"
-        "scatter our kernel; flat is what XLA's would take. The all-gather of a further micro-batch is XLA's, hidden behind the "
-        "experts of the one before; a reduce-scatter is hidden behind nothing. Share: of the byte bound in the layer. "
+        "scatter our kernel; flat is what XLA's would take. The all-gather of a further micro-batch is XLA's, hidden behind "
+        "the experts of the one before; a reduce-scatter is hidden behind nothing. Share: of the byte bound in the layer. "
         "Published: tpu-inference, in production / best known."
     )
     return "\n".join([notes, LINKS, "", *lines])

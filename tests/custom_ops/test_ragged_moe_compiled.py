@@ -118,7 +118,7 @@ def test_cores_of_a_chip_that_share_tokens_gather_their_halves_from_each_other()
 
 
 def test_a_micro_batch_travels_while_the_one_before_is_computed():
-    """The first all-gather is a kernel; the second starts after it and before the first experts, and is waited for after them."""
+    """The first all-gather is a kernel; the second starts after it, before the first experts, and is waited for after them."""
     program = compiled(8192, micro_batches=2)
     names = schedule(program.as_text())
     assert collectives(program.as_text()) == {"all-gather": 1, "kernel all_gather": 1, "kernel reduce_scatter": 2}
