@@ -19,8 +19,8 @@ PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
 
 
 def resolve_folder(path_or_id: str | os.PathLike, **hub) -> Path:
-    """A local folder as it is; a hub id downloaded (or found in the cache when offline). What an earlier download fetched,
-    whole files or the first part of one, is not fetched again.
+    """A local folder as it is; a hub id downloaded (or found in the cache when offline). Files that an earlier download
+    completed are not fetched again.
 
     Args:
         hub: revision, cache_dir, token, local_files_only and force_download, as for `huggingface_hub.snapshot_download`.
@@ -43,7 +43,8 @@ def resolve_folder(path_or_id: str | os.PathLike, **hub) -> Path:
         ) from error
     except httpx2.HTTPError as error:
         raise ConnectionError(
-            f"the download of {name} broke off ({type(error).__name__}: {error}); start again, and it goes on where it stopped"
+            f"the download of {name} broke off ({type(error).__name__}: {error}); start again: files that are complete are "
+            "not fetched again"
         ) from error
 
 
