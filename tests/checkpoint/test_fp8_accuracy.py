@@ -32,7 +32,7 @@ def accuracy(tmp_path_factory):
     def measured(model) -> tuple[float, float]:
         """Accuracy, and its standard error."""
         tokenizer = AutoTokenizer.from_pretrained(TINY)
-        results = evaluate(model, tokenizer, [TASK["task"]], include_path=str(folder), max_length=2048)
+        results = evaluate(model, tokenizer, [TASK["task"]], include_path=str(folder), max_length=2048, limit=24)
         own = results["results"][TASK["task"]]
         return own["acc,none"], own["acc_stderr,none"]
 
