@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from custom_ops.hypercube.shapes import Hypercube
+
 
 @dataclass(frozen=True)
-class AllGatherShape:
+class AllGatherShape(Hypercube):
     """`chips` × `cores` devices with an array [rows, columns] of `dtype` each."""
 
-    chips: int
-    cores: int
     rows: int
     columns: int
     dtype: str
@@ -25,15 +25,6 @@ class AllGatherShape:
         has one."""
         chips, *cores = (lax.axis_size(axis) for axis in axes)
         return cls(chips, *(cores or [1]), *rows.shape, rows.dtype.name)
-
-    @property
-    def devices(self) -> int:
-        return self.chips * self.cores
-
-    @property
-    def dimensions(self) -> int:
-        """Dimensions of the hypercube of chips."""
-        return self.chips.bit_length() - 1
 
     @property
     def itemsize(self) -> int:

@@ -8,17 +8,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from custom_ops.hypercube.shapes import Hypercube
+
 
 @dataclass(frozen=True)
-class ReduceScatterShape:
+class ReduceScatterShape(Hypercube):
     """A sum over `chips` × `cores` devices of arrays [rows, hidden] of `dtype`, each device keeping rows / devices rows.
 
     Raises:
         ValueError: the rows do not divide by the devices.
     """
 
-    chips: int
-    cores: int
     rows: int
     hidden: int
     dtype: str
@@ -34,17 +34,8 @@ class ReduceScatterShape:
         return cls(chips, cores, *partial.shape, partial.dtype.name)
 
     @property
-    def devices(self) -> int:
-        return self.chips * self.cores
-
-    @property
     def rows_per_device(self) -> int:
         return self.rows // self.devices
-
-    @property
-    def dimensions(self) -> int:
-        """Dimensions of the hypercube of chips."""
-        return self.chips.bit_length() - 1
 
     @property
     def itemsize(self) -> int:
