@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections import defaultdict
@@ -15,7 +16,7 @@ from torchqwen_tpu.checkpoint.files import CheckpointFiles
 from torchqwen_tpu.checkpoint.forms import Filling, experts_scale_shape
 from torchqwen_tpu.checkpoint.fp8 import dequantize, requantize_channels, row_scales
 from torchqwen_tpu.checkpoint.header import DTYPES, CheckpointError
-from torchqwen_tpu.checkpoint.host import first_not_finite
+from torchqwen_tpu.checkpoint.host import empty, first_not_finite
 from torchqwen_tpu.checkpoint.layout import WeightLayout
 from torchqwen_tpu.checkpoint.names import Source, scale_of
 from torchqwen_tpu.checkpoint.plan import QUANTIZED_DTYPE, part_of
@@ -24,6 +25,8 @@ Scaled = tuple[torch.Tensor, torch.Tensor | None]
 """A tensor and, if it is FP8, its scales."""
 TASK = 16 << 20
 """Bytes of experts, about, that are one thread's task."""
+PIECE = 1 << 20
+"""Bytes that are read at once and then checked: they are still in the core's cache."""
 
 
 class _Piece(NamedTuple):
@@ -40,6 +43,7 @@ class Assembler:
         self._files = files
         self._layout = layout
         self._lock = threading.Lock()
+        self._processors = threading.Semaphore(os.cpu_count() or 1)  # more threads than that would only wait for one another
         self._squares: dict[str, torch.Tensor] = defaultdict(lambda: torch.zeros(2, dtype=torch.float64))
 
     def start(self, filling: Filling, submit: Callable[..., Future]) -> Callable[[], Scaled]:
@@ -53,8 +57,7 @@ class Assembler:
         if not filling.is_experts:
             return submit(self._matrix, filling).result
         ((shape, sources),) = filling.parts.values()
-        # Not in huge pages: they cost half as much where memory is free and twice as much where files fill it, as these do.
-        value, scale = torch.empty(shape, dtype=filling.dtype), None
+        value, scale = empty(shape, filling.dtype), None
         if filling.form != "plain":
             scale = torch.empty(experts_scale_shape(filling.form, shape), dtype=torch.float32)
         pieces = _pieces(sources, shape[0])
@@ -79,8 +82,9 @@ class Assembler:
         """A parameter of no experts, merged of tensors of the files."""
         values, scales = {}, {}
         for published, (_, (source,)) in filling.parts.items():
-            tensor = self._files.read(source.name)
-            self._check(source.name, tensor)
+            entry = self._files.tensors[source.name]
+            tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+            self._read(source.name, tensor)
             scale = read_scale(self._files, source.name) if self._is_quantized(source.name) else None
             values[published], scales[published + "_scale"] = self._converted(filling, source.name, tensor, scale)
         value = self._layout.to_device(filling.name, values).contiguous()
@@ -95,8 +99,7 @@ class Assembler:
             name, own = source.name, value[part_of(value.shape, source)]
             dtype = DTYPES[self._files.tensors[name].dtype]
             tensor = own if dtype == own.dtype else torch.empty(own.shape, dtype=dtype)
-            self._files.read_into(name, tensor, (number or 0) * tensor.numel() * tensor.element_size())
-            self._check(name, tensor, number)
+            self._read(name, tensor, number)
             block_scale = None
             if self._is_quantized(name):
                 if name not in scales:
@@ -116,8 +119,11 @@ class Assembler:
             return tensor, scale if filling.is_experts else row_scales(scale, tensor.shape[0])
         if filling.form == "plain":
             wide = torch.float32 if filling.dtype == torch.float16 else filling.dtype
-            return self._narrowed(filling, name, dequantize(tensor, scale, wide)), None
-        weight, scale, squares = requantize_channels(tensor, scale)
+            with self._processors:
+                numbers = dequantize(tensor, scale, wide)
+            return self._narrowed(filling, name, numbers), None
+        with self._processors:
+            weight, scale, squares = requantize_channels(tensor, scale)
         with self._lock:
             self._squares[re.sub(r"^.*\.layers\.\d+\.", "", filling.name)] += squares
         return weight, scale
@@ -132,10 +138,19 @@ class Assembler:
             )
         return result
 
-    def _check(self, name: str, tensor: torch.Tensor, expert: int | None = None) -> None:
-        """Raises CheckpointError if a tensor of the files, or its part of one expert, is not finite."""
-        at = first_not_finite(tensor)
-        if at is not None:
+    def _read(self, name: str, tensor: torch.Tensor, expert: int | None = None) -> None:
+        """Fill `tensor` with a tensor of the files, or with its part of one expert.
+
+        Raises:
+            CheckpointError: a number is not finite.
+        """
+        start, is_finite = (expert or 0) * tensor.numel() * tensor.element_size(), True
+        for piece in tensor.reshape(-1).split(PIECE // tensor.element_size()):
+            self._files.read_into(name, piece, start)
+            is_finite = is_finite and first_not_finite(piece) is None
+            start += piece.numel() * piece.element_size()
+        if not is_finite:
+            at = first_not_finite(tensor)
             value = tensor.float()[tuple(at)].item()
             where = at if expert is None else [expert, *at]
             raise CheckpointError(

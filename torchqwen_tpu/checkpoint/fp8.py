@@ -16,8 +16,9 @@ from torchqwen_tpu.checkpoint.host import first_not_finite
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-_ROWS = 64
-"""Rows that are converted at once, half a block: few enough for a step to find in the cache what the one before it left."""
+_ROWS = BLOCK
+"""Rows that are converted at once: few enough for a step to find in the cache what the one before it left, and enough for
+threads to spend their time in the steps and not in Python between them, where one runs at a time."""
 _HALF_UNIT = 256.0
 """What a half-precision number with the bits of an FP8 number has to be multiplied by: their exponents' biases are 15 and 7."""
 
@@ -57,13 +58,15 @@ def dequantize(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = t
 def requantize_channels(weight: torch.Tensor, scale: torch.Tensor) -> Requantized:
     """FP8 [output channels, inputs] with block scales → FP8 with a scale for each output channel."""
     result, scales, squares = torch.empty_like(weight), torch.empty(weight.shape[0]), torch.zeros(2, dtype=torch.float64)
+    bits = torch.empty((_ROWS, weight.shape[1]), dtype=torch.int16)
+    magnitudes = torch.empty(bits.shape)
     for rows, numbers in _dequantized_rows(weight, scale):
-        channel = _scale_of(numbers.abs().amax(dim=1))
+        channel = _scale_of(torch.abs(numbers, out=magnitudes[: len(numbers)]).amax(dim=1))
         scales[rows] = channel
         numbers /= channel[:, None]
         lengths = [torch.linalg.vector_norm(numbers, dim=1)]
         result[rows] = numbers.clamp_(-LARGEST, LARGEST)
-        numbers.sub_(_halves(result[rows]), alpha=_HALF_UNIT)
+        numbers.sub_(_halves(result[rows], bits[: len(numbers)]), alpha=_HALF_UNIT)
         lengths.insert(0, torch.linalg.vector_norm(numbers, dim=1))
         squares += (torch.stack(lengths).double() * channel).square().sum(dim=1)
     return Requantized(result, scales, squares)
@@ -94,23 +97,31 @@ def _to_fp8(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _dequantized_rows(weight: torch.Tensor, scale: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """A few rows at a time, [some rows, columns] in float32, of FP8 [rows, columns] times its block scales."""
+    """A few rows at a time, [some rows, columns] in float32, of FP8 [rows, columns] times its block scales.
+
+    The numbers lie in memory that the next rows take: new memory for every step would cost more than the step.
+    """
     columns = weight.shape[1]
+    room = torch.empty((_ROWS, columns))
+    bits = torch.empty(room.shape, dtype=torch.int16)
     for first in range(0, weight.shape[0], _ROWS):
         rows = slice(first, min(first + _ROWS, weight.shape[0]))
+        own, numbers = weight[rows], room[: rows.stop - first]
         factors = scale[first // BLOCK].float().repeat_interleave(BLOCK)[:columns]
-        if first_not_finite(weight[rows]) is None:
-            yield rows, _halves(weight[rows]).float().mul_(factors * _HALF_UNIT)
+        if first_not_finite(own) is None:
+            numbers.copy_(_halves(own, bits[: len(own)]))
+            factors *= _HALF_UNIT
         else:
-            yield rows, weight[rows].float().mul_(factors)
+            numbers.copy_(own)
+        yield rows, numbers.mul_(factors)
 
 
-def _halves(weight: torch.Tensor) -> torch.Tensor:
+def _halves(weight: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
     """FP8 numbers that are finite, divided by `_HALF_UNIT`, in half precision: exact, and several times as fast as PyTorch's
-    conversion.
+    conversion. They lie in `room`, int16 of the same shape.
 
     The sign is extended to the upper byte; then exponent and fraction go seven bits up, and the copy of the sign among them
     is taken out.
     """
-    bits = weight.view(torch.int8).to(torch.int16)
+    bits = room.copy_(weight.view(torch.int8))
     return bits.mul_(1 << 7).bitwise_and_(~(1 << 14)).view(torch.float16)

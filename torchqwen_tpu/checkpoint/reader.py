@@ -30,9 +30,8 @@ Job, Result = TypeVar("Job"), TypeVar("Result")
 
 READ_AHEAD = 512 << 20
 """Bytes of parameters that may wait on the host to be placed."""
-READERS = min(16, os.cpu_count() or 1)
-
-
+READERS = min(16, (os.cpu_count() or 1) + 2)
+"""Threads: one a processor, and some that wait for the disk."""
 COMPARED = 64 << 20
 """Bytes that are compared at once."""
 
