@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 LAYOUTS = ("dp", "dp_tp", "tp")
-WIRES = ("float8_e4m3fn", "int8", "bfloat16")
+WIRES = ("int8", "float8_e4m3fn", "bfloat16")
 KV_DTYPES = ("auto", "bfloat16", "float8_e4m3fn")
 QUANTIZATIONS = ("keep", "channel", "dequantize")
 
@@ -90,9 +90,9 @@ class RuntimeConfig:
             weights and pays from some dozens of layers of a small model.
         round_router: round router logits and weights to the model's dtype as transformers does. Off, routing stays in
             float32: more exact, and different from transformers in bfloat16.
-        moe_wire: dtype in which tokens go to the experts, in every layout: "float8_e4m3fn" (with a scale a token), "int8" (a
-            scale for each 128 columns: as few bytes, a quarter of the rounding) or "bfloat16". None takes the model's own,
-            and on a TPU FP8 for a bfloat16 model whose experts are FP8.
+        moe_wire: dtype in which tokens go to the experts, in every layout: "int8" (with a scale for each 128 columns),
+            "float8_e4m3fn" (a scale a token: as many bytes, four times the rounding error) or "bfloat16". None takes the
+            model's own, and on a TPU int8 for a bfloat16 model whose experts are FP8.
         moe_micro_batches: parts that the tokens of a step take through the experts one after the other, so that one part
             travels while another is computed; fewer where a rank's tokens do not divide by it. None takes, on a TPU, what a
             model of the machine's time says, and elsewhere one.

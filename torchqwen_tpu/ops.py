@@ -15,6 +15,7 @@ from custom_ops.gated_delta_net import GatedDeltaNetShape
 from custom_ops.implementations import implementation
 from custom_ops.layers import of_layer
 from custom_ops.ragged_moe.routing import route
+from custom_ops.ragged_moe.wire import FOR_FP8_WEIGHTS
 from torchqwen_tpu.batch import RaggedBatch
 from torchqwen_tpu.config import RuntimeConfig
 from torchqwen_tpu.parallel.mesh import Axes, DeviceMesh
@@ -132,7 +133,7 @@ class Operations:
             tokens = hidden.shape[0] // self.mesh.ranks
             micro_batches = next(count for count in range(self._moe_micro_batches, 0, -1) if tokens % count == 0)
         return {
-            "wire": self._moe_wire or ("float8_e4m3fn" if small and weights == torch.float8_e4m3fn else None),
+            "wire": self._moe_wire or (FOR_FP8_WEIGHTS.name if small and weights == torch.float8_e4m3fn else None),
             "sum_dtype": "bfloat16" if small else "float32",
             "micro_batches": micro_batches,
             "all_gather": self._functions["all_gather"],

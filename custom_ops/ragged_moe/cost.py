@@ -4,8 +4,9 @@
 
 A kernel of the core blocks it, XLA's all-gather does not. Before the first experts that costs nothing but what XLA would have
 put beside its own (`all_gather.plan.BESIDE`), so the hierarchical kernel dispatches the first micro-batch; the others are
-left to XLA, which hides them. With the kernel one micro-batch is the best choice at all sizes of 397B: two would hide half
-the rows in XLA's all-gather, which takes as long for them as the kernel for all.
+left to XLA, which hides them. Of up to 8,192 tokens of 397B one micro-batch is the best choice: two would hide half the rows
+in XLA's all-gather, which takes as long for them as the kernel for all, and read the weights twice. From 16,384 tokens on
+weights are read behind matrix work, and two or four micro-batches gain.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from custom_ops.all_gather import AllGatherShape
 from custom_ops.all_gather import cost as gathering
 from custom_ops.all_gather import plan as gather_plan
 from custom_ops.hypercube.links import HBM
-from custom_ops.ragged_moe.wire import FP8, columns
+from custom_ops.ragged_moe.wire import FOR_FP8_WEIGHTS, FP8, columns
 from custom_ops.reduce_scatter import ReduceScatterShape
 from custom_ops.reduce_scatter.cost import STATEMENT, xla_time
 from custom_ops.reduce_scatter.plan import plan
 
-MATRIX_FLOPS, FP8_FLOPS = 1.155e15, 2.3e15
-"""A core's multiplications and additions a second, in BF16 and where both operands are FP8."""
+MATRIX_FLOPS = 1.155e15
+"""A core's multiplications and additions a second in BF16, in which rows are multiplied whatever the wire and the weights."""
 MICRO_BATCHES = (1, 2, 3, 4)
 LEAST_ROWS = 128
 """Rows a device below which a micro-batch is not worth its overheads, which the model does not have."""
@@ -93,7 +94,7 @@ def experts_bound(shape: MoeShape) -> float:
     hit = shape.experts * (1 - (1 - shape.top_k / shape.experts) ** shape.tokens) / shape.devices
     read = hit * 3 * shape.hidden * shape.width * itemsize / HBM
     flops = shape.tokens * shape.top_k / shape.devices * 6 * shape.hidden * shape.width
-    return max(read, flops / (FP8_FLOPS if shape.wire == shape.weights == FP8.name else MATRIX_FLOPS))
+    return max(read, flops / MATRIX_FLOPS)
 
 
 def layer_time(shape: MoeShape, micro_batches: int) -> float:
@@ -141,5 +142,5 @@ def table(shapes: Sequence[MoeShape]) -> str:
 
 
 if __name__ == "__main__":
-    LAYER = MoeShape(4, 2, 64, 4096, 512, 10, 1024, FP8.name, FP8.name)
+    LAYER = MoeShape(4, 2, 64, 4096, 512, 10, 1024, FOR_FP8_WEIGHTS.name, FP8.name)
     print(table([dataclasses.replace(LAYER, tokens=tokens) for tokens in (64, 512, 1024, 2048, 4096, 8192, 16384, 32768)]))

@@ -1,5 +1,5 @@
 """What `python -m custom_ops.schedule` compiles: the kernels of one core in 397B's layer on eight cores (64 of 512 experts, FP8
-with a scale for each output channel, tokens of all cores in FP8), for steps of 64 to 8,192 tokens.
+with a scale for each output channel, tokens of all cores in int8), for steps of 64 to 8,192 tokens.
 
 Routing is even and independent: the counts of experts, tiles and pairs are expectations. The published times (see `PUBLISHED`)
 are of the whole layer on the device, communication included; so are those of `report`.
@@ -23,7 +23,7 @@ from custom_ops.ragged_moe.cost import (
 )
 from custom_ops.ragged_moe.load import ExpertsLoad
 from custom_ops.ragged_moe.pallas_plan import ExpertsShape
-from custom_ops.ragged_moe.wire import FP8, columns
+from custom_ops.ragged_moe.wire import FOR_FP8_WEIGHTS, FP8, columns
 from custom_ops.reduce_scatter import ReduceScatterShape
 from custom_ops.reduce_scatter.cost import STATEMENT as LINKS
 from custom_ops.reduce_scatter.cost import xla_time
@@ -46,14 +46,14 @@ def _build(tokens: int) -> Program:
     from custom_ops.ragged_moe.pallas_tpu import experts_of_packed
 
     def function(hidden, logits, valid, packed, *weights):
-        sent = send(hidden, logits, valid, top_k=TOP_K, round_weights=False, wire=FP8)
+        sent = send(hidden, logits, valid, top_k=TOP_K, round_weights=False, wire=FOR_FP8_WEIGHTS)
         results = experts_of_packed(packed, *weights, first_expert=0, top_k=TOP_K, num_experts=EXPERTS, dtype=hidden.dtype)
         return sent, results
 
     own = tokens // (CHIPS * CORES)
     arrays = (
         ((own, HIDDEN), "bfloat16"), ((own, EXPERTS), "float32"), ((own,), "bool"),
-        ((tokens, columns(FP8, hidden=HIDDEN, top_k=TOP_K)), FP8.name),
+        ((tokens, columns(FOR_FP8_WEIGHTS, hidden=HIDDEN, top_k=TOP_K)), FOR_FP8_WEIGHTS.name),
         ((LOCAL, 2 * WIDTH, HIDDEN), FP8.name), ((LOCAL, HIDDEN, WIDTH), FP8.name),
         ((LOCAL, 2 * WIDTH), "float32"), ((LOCAL, HIDDEN), "float32"),
     )  # fmt: skip
@@ -91,7 +91,7 @@ CASES = [_case(tokens, *published) for tokens, published in PUBLISHED.items()]
 def report(rows: Sequence[Row]) -> str:
     """The layer of each step that was measured, communication and XLA's own work included, in microseconds."""
     measured = {int(row.case.split()[0]): row for row in rows}
-    shape = MoeShape(CHIPS, CORES, 0, HIDDEN, EXPERTS, TOP_K, WIDTH, FP8.name, FP8.name)
+    shape = MoeShape(CHIPS, CORES, 0, HIDDEN, EXPERTS, TOP_K, WIDTH, FOR_FP8_WEIGHTS.name, FP8.name)
     lines = [
         "tokens  all-gather  flat  kernels  XLA  reduce-scatter   flat  micro-batches   layer    published  byte bound  share"
     ]

@@ -18,7 +18,10 @@ CHIPS, CORES = 4, 2
 LAYOUTS = {"dp": ("chip", "core"), "dp_tp": ("chip",), "tp": ()}
 """Mesh axes of the tokens; those of the experts are always both."""
 CASES = ("uniform", "skewed", "empty ranks", "one expert")
-WIRES = {"bfloat16": None, "float8_e4m3fn": "channels", "float8_e4m3fn in blocks": "blocks", "int8": None}
+WIRES = {
+    "bfloat16": None, "float8_e4m3fn": "channels", "float8_e4m3fn in blocks": "blocks", "int8": "channels",
+    "int8 in blocks": "blocks", "int8 and BF16": None,
+}  # fmt: skip
 """Name of the wire first, and how FP8 weights are scaled; None for weights in BF16."""
 
 

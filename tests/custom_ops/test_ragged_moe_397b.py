@@ -30,7 +30,7 @@ def weights():
     scales = [np.abs(array).max(axis=2) / 448 for array in arrays]
     fp8 = [jnp.asarray(array / scale[..., None], jnp.float8_e4m3fn) for array, scale in zip(arrays, scales, strict=True)]
     bfloat16 = [jnp.asarray(array, jnp.bfloat16) for array in arrays]
-    return {"bfloat16": bfloat16, "int8": bfloat16, "float8_e4m3fn": [*fp8, *scales]}
+    return {"bfloat16": bfloat16} | dict.fromkeys(("int8", "float8_e4m3fn"), [*fp8, *scales])
 
 
 def logits_of(load: str, tokens: int) -> np.ndarray:

@@ -19,13 +19,17 @@ from custom_ops.tpu_compiler import compile_jax, device_mesh
 
 HIDDEN, EXPERTS, TOP_K, WIDTH = 4096, 512, 10, 1024
 AXES = ("chip", "core")
-COLUMNS = HIDDEN + 8 * (1 + TOP_K + TOP_K // 2)
-"""Bytes of a token on the wire: its row, and four bits a byte of its scale, its weights and its experts (two in a word)."""
+COLUMNS = {
+    "int8": HIDDEN + 4 * (TOP_K + TOP_K // 2 + HIDDEN // 128 // 2),
+    "float8_e4m3fn": HIDDEN + 8 * (TOP_K + TOP_K // 2 + 1),
+}
+"""Bytes of a token by its wire: its row, and the words of its weights, its experts (two in a word) and its scales (int8: of
+each 128 columns, two in a word); an int8 byte holds eight bits of a word, an FP8 byte four."""
 
 
-def experts(rows, expert, weight, gate_up, down, gate_up_scale, down_scale, *, num_experts, row_scale):
+def experts(rows, expert, weight, gate_up, down, gate_up_scale, down_scale, *, num_experts, row_scale=None):
     """A kernel that stands where the experts do: what is looked at here lies around it."""
-    arrays = (rows, row_scale, expert, weight, gate_up, down, gate_up_scale, down_scale)
+    arrays = [rows, expert, weight, gate_up, down, gate_up_scale, down_scale, *([] if row_scale is None else [row_scale])]
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
         lambda *refs: None,
@@ -40,7 +44,7 @@ def experts(rows, expert, weight, gate_up, down, gate_up_scale, down_scale, *, n
 
 @functools.cache
 def compiled(
-    tokens: int, micro_batches: int = 1, token_axes: tuple[str, ...] = AXES, real: bool = False, wire: str = "float8_e4m3fn"
+    tokens: int, micro_batches: int = 1, token_axes: tuple[str, ...] = AXES, real: bool = False, wire: str = "int8"
 ) -> jax.stages.Compiled:
     """real: with the kernels that the layer has on a TPU."""
     layer = functools.partial(
@@ -76,7 +80,7 @@ def collectives(hlo: str) -> dict[str, int]:
 
 
 def check_collectives(hlo: str, tokens: int, packed: str):
-    """One all-gather, of packed rows such as 'f8e4m3fn[{},4128]', and one reduce-scatter."""
+    """One all-gather, of packed rows such as 's8[{},4220]', and one reduce-scatter."""
     gather, pattern, rows = {
         64: ("all-gather", r" = (\S+?)\{\S* all-gather\(", "64"),
         8192: ("kernel all_gather", r" %all_gather\S* = (\S+?)\{", "4,2,1024"),
@@ -88,15 +92,13 @@ def check_collectives(hlo: str, tokens: int, packed: str):
 @pytest.mark.parametrize("real", [False, True], ids=["around", "real"])
 @pytest.mark.parametrize("tokens", [64, 8192])
 def test_one_all_gather_and_one_reduce_scatter(tokens, real):
-    check_collectives(compiled(tokens, real=real).as_text(), tokens, f"f8e4m3fn[{{}},{COLUMNS}]")
+    check_collectives(compiled(tokens, real=real).as_text(), tokens, f"s8[{{}},{COLUMNS['int8']}]")
 
 
 @pytest.mark.parametrize("tokens", [64, pytest.param(8192, marks=pytest.mark.slow)])
-def test_int8_rows_travel_in_one_all_gather_too(tokens):
-    """Four bytes for each weight, two experts and the scales of two blocks of 128 columns."""
-    program = compiled(tokens, real=True, wire="int8")
-    columns = HIDDEN + 4 * (TOP_K + TOP_K // 2 + HIDDEN // 128 // 2)
-    check_collectives(program.as_text(), tokens, f"s8[{{}},{columns}]")
+def test_fp8_rows_travel_in_one_all_gather_too(tokens):
+    program = compiled(tokens, real=True, wire="float8_e4m3fn")
+    check_collectives(program.as_text(), tokens, f"f8e4m3fn[{{}},{COLUMNS['float8_e4m3fn']}]")
     assert program.memory_analysis().temp_size_in_bytes < 256 * 2**20
 
 
@@ -107,19 +109,20 @@ def test_memory_and_no_dense_array(real):
     shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"[a-z]\w*\[([\d,]+)\]", program.as_text())}
     weights = {(EXPERTS // 8, 2 * WIDTH, HIDDEN), (EXPERTS // 8, HIDDEN, WIDTH)}
     weights |= {(1, *shape) for shape in weights}  # as a stack of one layer
-    assert max(map(math.prod, shapes - weights)) == 8192 * COLUMNS
+    assert max(map(math.prod, shapes - weights)) == 8192 * COLUMNS["int8"]
 
 
 def test_cores_of_a_chip_that_share_tokens_gather_their_halves_from_each_other():
     hlo = compiled(8192, token_axes=("chip",)).as_text()
     assert collectives(hlo) == {"all-gather": 1, "kernel all_gather": 1, "kernel reduce_scatter": 1}
     assert re.findall(r" = (\S+?)\{\S* all-gather\(", hlo) == [f"bf16[2048,{HIDDEN}]"]
-    assert re.findall(r" %all_gather\S* = (\S+?)\{", hlo) == [f"f8e4m3fn[4,2,1024,{COLUMNS}]"]
+    assert re.findall(r" %all_gather\S* = (\S+?)\{", hlo) == [f"s8[4,2,1024,{COLUMNS['int8']}]"]
 
 
-def test_a_micro_batch_travels_while_the_one_before_is_computed():
+@pytest.mark.parametrize("wire", COLUMNS)
+def test_a_micro_batch_travels_while_the_one_before_is_computed(wire):
     """The first all-gather is a kernel; the second starts after it, before the first experts, and is waited for after them."""
-    program = compiled(8192, micro_batches=2)
+    program = compiled(8192, micro_batches=2, wire=wire)
     names = schedule(program.as_text())
     assert collectives(program.as_text()) == {"all-gather": 1, "kernel all_gather": 1, "kernel reduce_scatter": 2}
     first, second = [number for number, name in enumerate(names) if name.startswith("experts")]
@@ -134,7 +137,9 @@ def test_a_micro_batch_travels_while_the_one_before_is_computed():
 
 @pytest.mark.spmd
 @pytest.mark.parametrize(
-    "graph, gathered, gathers", [("experts", [f"f8e4m3fn[64,{COLUMNS}]"], 0), ("experts, prefill", [], 1)], ids=["64", "1,024"]
+    "graph, gathered, gathers",
+    [("experts", [f"s8[64,{COLUMNS['int8']}]"], 0), ("experts, prefill", [], 1)],
+    ids=["64", "1,024"],
 )
 def test_the_operation_in_a_graph_of_torch_xla(graph, gathered, gathers):
     """With the wire and the collectives that the model takes by itself on a TPU."""

@@ -19,7 +19,7 @@ from custom_ops.ragged_moe.cost import (
     wire_bytes,
 )
 
-SHAPE = MoeShape(4, 2, 8192, 4096, 512, 10, 1024, "float8_e4m3fn", "float8_e4m3fn")
+SHAPE = MoeShape(4, 2, 8192, 4096, 512, 10, 1024, "int8", "float8_e4m3fn")
 
 
 def of(**sizes) -> MoeShape:
@@ -27,10 +27,11 @@ def of(**sizes) -> MoeShape:
 
 
 def test_bytes_of_a_token():
-    assert wire_bytes(SHAPE) == 4096 + 128 and wire_bytes(of(wire="bfloat16")) == 2 * (4096 + 60)
+    assert wire_bytes(SHAPE) == 4096 + 124
+    assert wire_bytes(of(wire="float8_e4m3fn")) == 4096 + 128 and wire_bytes(of(wire="bfloat16")) == 2 * (4096 + 60)
 
 
-@pytest.mark.parametrize("wire, published", [("bfloat16", 559e-6), ("float8_e4m3fn", 283e-6)])
+@pytest.mark.parametrize("wire, published", [("bfloat16", 559e-6), ("int8", 283e-6), ("float8_e4m3fn", 283e-6)])
 def test_the_all_gather_takes_what_was_published_and_its_routing(wire, published):
     rows = 4096 * (2 if wire == "bfloat16" else 1)
     assert flat_all_gather_time(of(wire=wire)) == pytest.approx(published * wire_bytes(of(wire=wire)) / rows, rel=0.03)
@@ -52,17 +53,19 @@ def test_few_tokens_read_few_experts():
 
 def test_matrix_work_bounds_many_tokens():
     assert experts_bound(of(tokens=65536)) == pytest.approx(2 * experts_bound(of(tokens=32768)))
-    assert experts_bound(of(tokens=65536, wire="bfloat16")) == pytest.approx(2300 / 1155 * experts_bound(of(tokens=65536)))
+    by_wire = [experts_bound(of(tokens=65536, wire=wire)) for wire in ("bfloat16", "int8", "float8_e4m3fn")]
+    assert by_wire == pytest.approx([65536 * 10 / 8 * 6 * 4096 * 1024 / 1.155e15] * 3)
 
 
 WIDE = {"width": 4096}
 """Experts that compute for longer than their rows travel."""
 
 
-@pytest.mark.parametrize("tokens, expected", [(8, 1), (64, 1), (1024, 1), (8192, 1), (8 * 4096, 1)])
-def test_micro_batches(tokens, expected):
+@pytest.mark.parametrize("tokens, expected", [(8, 1), (64, 1), (1024, 1), (8192, 1), (16384, 2), (8 * 4096, 4)])
+@pytest.mark.parametrize("wire", ["int8", "float8_e4m3fn"])
+def test_micro_batches(tokens, expected, wire):
     """One while reading the experts again, or their rows' longer way, would cost more than what is hidden behind them."""
-    assert micro_batches(of(tokens=tokens)) == expected
+    assert micro_batches(of(tokens=tokens, wire=wire)) == expected
 
 
 def test_micro_batches_divide_the_tokens_and_are_worth_it():

@@ -49,7 +49,11 @@ def test_reference_is_sharded_the_same_way(errors, layout):
 
 @pytest.mark.parametrize("layout", ["dp", "dp_tp", "tp"])
 @pytest.mark.parametrize(
-    "wire, bound", [("bfloat16", 4e-3), ("float8_e4m3fn", 4e-2), ("float8_e4m3fn in blocks", 4e-2), ("int8", 1.2e-2)]
+    "wire, bound",
+    [
+        ("bfloat16", 4e-3), ("float8_e4m3fn", 4e-2), ("float8_e4m3fn in blocks", 4e-2), ("int8", 1.2e-2),
+        ("int8 in blocks", 1.2e-2), ("int8 and BF16", 1.2e-2),
+    ],
 )
 def test_wires(answers, wire, bound, layout):
     """Whatever the routing, against rows of float32 and the same weights."""

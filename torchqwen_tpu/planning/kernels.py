@@ -17,6 +17,7 @@ from custom_ops.ragged_moe import pallas_plan as experts_plan
 from custom_ops.ragged_moe.cost import MoeShape, micro_batches
 from custom_ops.ragged_moe.load import ExpertsLoad
 from custom_ops.ragged_moe.pallas_plan import ExpertsShape
+from custom_ops.ragged_moe.wire import FOR_FP8_WEIGHTS
 from custom_ops.ragged_paged_attention.pallas_cost import AttentionWork
 from custom_ops.ragged_paged_attention.pallas_layout import AttentionShape
 from custom_ops.reduce_scatter.plan import plan as cut_reduce_scatter
@@ -134,12 +135,12 @@ def _channels(config) -> int:
 
 
 def _experts(config, load: Load, rows: int, fp8: bool, chips: int) -> ExpertsLoad:
-    dtype = "float8_e4m3fn" if fp8 else "bfloat16"
+    dtype, wire = ("float8_e4m3fn", FOR_FP8_WEIGHTS.name) if fp8 else ("bfloat16", "bfloat16")
     sizes = (config.hidden_size, config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size)
     hidden, experts, top_k, width = sizes
     parts = 1
     if load.ranks > 1 and rows * load.ranks % load.devices == 0:
-        layer = MoeShape(chips, load.devices // chips, rows * load.ranks, *sizes, dtype, dtype)
+        layer = MoeShape(chips, load.devices // chips, rows * load.ranks, *sizes, wire, dtype)
         parts = micro_batches(layer)
     taken = -(-rows * load.ranks // parts // experts_plan.SUBLANES) * experts_plan.SUBLANES
     shape = ExpertsShape(

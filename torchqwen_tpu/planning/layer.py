@@ -19,6 +19,7 @@ from transformers import Qwen3_5MoeTextConfig
 
 from custom_ops.gated_delta_net.shapes import GatedDeltaNetShape
 from custom_ops.implementations import implementation
+from custom_ops.ragged_moe.wire import FOR_FP8_WEIGHTS
 from custom_ops.tpu_compiler import compile_jax, device_mesh
 from torchqwen_tpu.planning.arguments import Argument
 
@@ -64,8 +65,8 @@ def _experts(layer: Layer):
     mesh = AbstractMesh((CHIPS, CORES), AXES)
     hidden, width, experts, top_k = 4096, 1024, CONFIG.num_experts, CONFIG.num_experts_per_tok
     function = functools.partial(
-        implementation("ragged_moe", "tpu"), top_k=top_k, token_axes=AXES, expert_axes=AXES, wire=FP8, sum_dtype="bfloat16",
-        micro_batches=None, all_gather=implementation("all_gather", "tpu"),
+        implementation("ragged_moe", "tpu"), top_k=top_k, token_axes=AXES, expert_axes=AXES,
+        wire=FOR_FP8_WEIGHTS, sum_dtype="bfloat16", micro_batches=None, all_gather=implementation("all_gather", "tpu"),
         reduce_scatter=implementation("reduce_scatter", "tpu"),
     )  # fmt: skip
 
