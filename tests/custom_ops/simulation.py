@@ -30,7 +30,7 @@ def _simulate(script: str, cases: str) -> list[dict]:
     devices = 2 * max(case["chips"] for case in json.loads(cases))
     settings = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
         # Threads of XLA's client: the devices wait for each other in callbacks, and copying a large argument of a callback
         # takes a thread of its own, so with few cores they would wait forever.

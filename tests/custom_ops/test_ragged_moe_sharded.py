@@ -18,7 +18,7 @@ def answers():
     """What `sharded_moe.py` prints."""
     settings = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
     }
     script = Path(__file__).with_name("sharded_moe.py")
