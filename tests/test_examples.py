@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -32,19 +33,26 @@ def test_every_example_is_run():
 
 @pytest.mark.parametrize(
     "command",
+    [["generate.py"], ["chat.py"], ["batch_two_turns.py"], ["spmd_eight_devices.py", "one"], ["score.py"]],
+    ids=" ".join,
+)
+def test_output_is_as_documented(command, monkeypatch, capsys):
+    """As the main module of this process, where one example's graphs are the next one's too."""
+    monkeypatch.setattr(sys, "argv", command)
+    runpy.run_path(str(EXAMPLES / command[0]), run_name="__main__")
+    assert _lines(capsys.readouterr().out) == expected(EXAMPLES / command[0])
+
+
+@pytest.mark.parametrize(
+    "command",
     [
-        ["generate.py"],
-        ["chat.py"],
-        ["batch_two_turns.py"],
         pytest.param(["spmd_eight_devices.py"], marks=pytest.mark.spmd),
-        pytest.param(["spmd_eight_devices.py", "dp_tp"], marks=pytest.mark.spmd),
-        ["spmd_eight_devices.py", "one"],
-        ["score.py"],
+        pytest.param(["spmd_eight_devices.py", "dp_tp"], marks=[pytest.mark.spmd, pytest.mark.slow]),
         pytest.param(["inspect_next_line.py"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
-def test_output_is_as_documented(command):
+def test_output_of_a_process_of_its_own(command):
     if command[0] == "inspect_next_line.py" and importlib.util.find_spec("inspect_ai") is None:
         pytest.skip("inspect-ai is not installed")
     # The number of virtual devices may be left over from another test of this process.

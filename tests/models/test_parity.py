@@ -40,6 +40,14 @@ def test_greedy_tokens_in_a_left_padded_batch(tiny, tiny_continuations):
     assert answer[:, -64:].tolist() == list(expected)
 
 
+def test_stop_strings(tiny, tiny_reference, tokenizer):
+    inputs = tokenizer("Once upon a time", return_tensors="pt")
+    arguments = {"max_new_tokens": 30, "do_sample": False, "stop_strings": ["."], "tokenizer": tokenizer}
+    own, reference = tiny.generate(**inputs, **arguments), tiny_reference.generate(**inputs, **arguments)
+    assert torch.equal(own, reference)
+    assert "." in tokenizer.decode(own[0])
+
+
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def dense(request, tmp_path_factory):
     """A random dense model, here and in transformers."""

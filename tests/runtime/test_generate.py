@@ -187,14 +187,6 @@ def test_other_stop_tokens_than_the_processors(batch, expected, both):
     assert torch.equal(own, reference)
 
 
-def test_stop_strings(tiny, tiny_reference, tokenizer):
-    inputs = tokenizer("Once upon a time", return_tensors="pt")
-    arguments = {"max_new_tokens": 30, "do_sample": False, "stop_strings": ["."], "tokenizer": tokenizer}
-    own, reference = tiny.generate(**inputs, **arguments), tiny_reference.generate(**inputs, **arguments)
-    assert torch.equal(own, reference)
-    assert "." in tokenizer.decode(own[0])
-
-
 @pytest.mark.parametrize("processors", [[], [Forbid()]], ids=["device", "host"])
 def test_streamer(small, processors):
     streamer, ids = Collect(), torch.tensor(ROWS[1:2])
