@@ -1,7 +1,8 @@
 """Saves over an old checkpoint that are killed at one system call after the other; run in a process of its own.
 
-Each save is a child that dies by SIGKILL at its n-th step. What it leaves is printed, a line a step: "old" or "new" for a
-whole checkpoint with those weights, "refused" where nothing loads, or what went wrong.
+`python saves_that_die.py FOLDER OLD:NEW ...` takes sizes of the shards of the old checkpoint and of the new one. Each save is
+a child that dies by SIGKILL at its n-th step. What it leaves is printed, a line a step: "old" or "new" for a whole checkpoint
+with those weights, "refused" where nothing loads, or what went wrong. A line "OLD:NEW" goes before those of a pair.
 """
 
 from __future__ import annotations
@@ -85,8 +86,7 @@ def die_at_each_step(run, state, most: int) -> None:
             return
 
 
-def main() -> None:
-    folder, old_size, new_size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+def save_over(folder: Path, old_size: int, new_size: int) -> None:
     save(folder, 1.0, old_size)
 
     def run(step) -> None:
@@ -99,6 +99,12 @@ def main() -> None:
         return left
 
     die_at_each_step(run, state, 100)
+
+
+def main() -> None:
+    for pair in sys.argv[2:]:
+        print(pair, flush=True)
+        save_over(Path(sys.argv[1]) / pair, *map(int, pair.split(":")))
 
 
 if __name__ == "__main__":

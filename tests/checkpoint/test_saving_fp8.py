@@ -149,16 +149,34 @@ def test_what_a_killed_save_leaves_is_cleared_by_the_next(plain, tmp_path):
     assert_same(tensors_of(folder), plain.tensors)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"), [(100_000, 100_000), (5000, 5000), (5000, 100_000), (100_000, 5000)],
-    ids=["one file", "shards", "shards to one file", "one file to shards"],
-)  # fmt: skip
-def test_kill_at_every_step(tmp_path, old, new):
+KILLED = {
+    "one file": "100000:100000",
+    "shards": "5000:5000",
+    "shards to one file": "5000:100000",
+    "one file to shards": "100000:5000",
+}
+"""Sizes of the shards of the old checkpoint and of the new one."""
+
+
+@pytest.fixture(scope="module")
+def left_behind(tmp_path_factory) -> dict[str, list[str]]:
+    """By the sizes, the states that `saves_that_die.py` prints, all from one process."""
+    command = [sys.executable, str(SCRIPT), str(tmp_path_factory.mktemp("killed")), *KILLED.values()]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert process.returncode == 0, process.stderr[-2000:]
+    states: dict[str, list[str]] = {}
+    for line in process.stdout.splitlines():
+        if line in KILLED.values():
+            own = states[line] = []
+        else:
+            own.append(line)
+    return states
+
+
+@pytest.mark.parametrize("sizes", KILLED.values(), ids=KILLED)
+def test_kill_at_every_step(left_behind, sizes):
     """The old checkpoint up to a point, then nothing that loads, then the new one; never a mixture."""
-    process = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path), str(old), str(new)], capture_output=True, text=True, timeout=300
-    )
-    states = process.stdout.split("\n")[:-1]
-    assert process.returncode == 0 and len(states) > 8, process.stderr[-2000:]
+    states = left_behind[sizes]
+    assert len(states) > 8
     runs = [state for number, state in enumerate(states) if number == 0 or states[number - 1] != state]
     assert runs == ["old", "refused", "new"]

@@ -41,6 +41,8 @@ SIXTEEN_DEVICES = {
 FAULTY = {
     fault: case(4, 4, 512, pieces=2, fault=fault) for fault in ("sent on before it has arrived", "one place for both cores")
 }
+ON_EIGHT_DEVICES = EIGHT_DEVICES | FAULTY
+"""In one process."""
 LARGE = {
     f"{2 * chips * rows} rows of {columns} on {2 * chips} devices": case(chips, rows, columns)
     for chips, rows, columns in ((4, 128, 4224), (4, 512, 4224), (4, 125, 3200), (8, 64, 2176), (8, 256, 1000))
@@ -53,7 +55,7 @@ def assert_right(result: dict) -> None:
 
 @pytest.mark.parametrize("name", EIGHT_DEVICES)
 def test_eight_devices(name):
-    assert_right(simulate(EIGHT_DEVICES, name))
+    assert_right(simulate(ON_EIGHT_DEVICES, name))
 
 
 @pytest.mark.parametrize("name", SIXTEEN_DEVICES)
@@ -69,7 +71,7 @@ def test_many_rows(name):
 
 @pytest.mark.parametrize("fault", FAULTY)
 def test_a_race_would_be_seen(fault):
-    assert simulate(FAULTY, fault)["race"]
+    assert simulate(ON_EIGHT_DEVICES, fault)["race"]
 
 
 # Plans, the choice of implementation, the model of time.

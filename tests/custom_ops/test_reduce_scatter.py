@@ -53,6 +53,8 @@ FAULTY = {
     "one buffer for both phases": case(4, 8, 256, fault="one buffer for both phases"),
     "no credits": case(4, 24, 256, cut=(1, 1), fault="no credits"),
 }
+ON_EIGHT_DEVICES = EIGHT_DEVICES | ROUNDED | FAULTY
+"""In one process."""
 LARGE = {
     f"{rows} rows of {hidden} on {2 * chips} devices": case(chips, rows, hidden)
     for chips, rows, hidden in ((4, 1024, 4096), (4, 4096, 4096), (4, 1024, 3072), (4, 2048, 1000), (8, 512, 2048))
@@ -66,11 +68,11 @@ def assert_right(result: dict) -> None:
 
 @pytest.mark.parametrize("name", EIGHT_DEVICES)
 def test_eight_devices(name):
-    assert_right(simulate(EIGHT_DEVICES, name))
+    assert_right(simulate(ON_EIGHT_DEVICES, name))
 
 
 def test_blocks_of_columns_are_calls():
-    assert simulate(EIGHT_DEVICES, "two calls")["calls"] == 2
+    assert simulate(ON_EIGHT_DEVICES, "two calls")["calls"] == 2
 
 
 @pytest.mark.parametrize("name", SIXTEEN_DEVICES)
@@ -87,13 +89,13 @@ def test_many_rows(name):
 @pytest.mark.parametrize("dtype, bound", [("float32", 1e-6), ("bfloat16", 2**-8)])
 def test_rounding(dtype, bound):
     """FP32 throughout; in BF16 a sum is rounded twice on its way over four chips, and once at the end."""
-    result = simulate(ROUNDED, dtype)
+    result = simulate(ON_EIGHT_DEVICES, dtype)
     assert result["error"] <= bound and not result["race"]
 
 
 @pytest.mark.parametrize("fault", FAULTY)
 def test_a_race_would_be_seen(fault):
-    assert simulate(FAULTY, fault)["race"]
+    assert simulate(ON_EIGHT_DEVICES, fault)["race"]
 
 
 # Index algebra, without devices.

@@ -149,15 +149,21 @@ def test_texts_and_stop_strings(engine, model, monkeypatch):
     assert output.text == answer[:end] and output.token_ids == plain.token_ids[:end] and output.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["apart", "mixed"])
-def test_random_load_as_alone(engine, model, mixed):
-    """40 requests, fewer pages than they would take, some aborted on their way."""
+@pytest.fixture(scope="module")
+def random_load(warm) -> tuple[list[list[int]], list[dict], list[list[int]]]:
+    """Prompts and parameters of 40 requests, and what each gets alone."""
     prompts, params = serving.load(40, longest=150, most_new=100)
+    return prompts, params, serving.alone(warm, prompts, params)
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["apart", "mixed"])
+def test_random_load_as_alone(random_load, engine, model, mixed):
+    """Fewer pages than they would take, and some aborted on their way."""
+    prompts, params, expected = random_load
     own = Engine(model, EngineConfig(**SIZES, mixed=True), warm_up=False) if mixed else engine
     aborted = frozenset(range(0, 40, 8))
     outputs = serving.serve(own, prompts, params, aborted=aborted)
     assert own.scheduler.preemptions > 0
-    expected = serving.alone(engine, prompts, params)
     assert not [number for number in outputs if serving.differs(outputs[number], expected[number])]
     assert {number for number in outputs if outputs[number].finish_reason == "abort"} <= aborted
     assert serving.is_empty(own)
