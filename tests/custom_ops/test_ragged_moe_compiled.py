@@ -89,8 +89,11 @@ def check_collectives(hlo: str, tokens: int, packed: str):
     assert re.findall(pattern, hlo) == [packed.format(rows)]
 
 
-@pytest.mark.parametrize("real", [False, True], ids=["around", "real"])
-@pytest.mark.parametrize("tokens", [64, 8192])
+@pytest.mark.parametrize(
+    ("tokens", "real"),
+    [(64, False), (8192, False), (64, True), pytest.param(8192, True, marks=pytest.mark.slow)],
+    ids=["64-around", "8192-around", "64-real", "8192-real"],
+)
 def test_one_all_gather_and_one_reduce_scatter(tokens, real):
     check_collectives(compiled(tokens, real=real).as_text(), tokens, f"s8[{{}},{COLUMNS['int8']}]")
 
@@ -102,7 +105,7 @@ def test_fp8_rows_travel_in_one_all_gather_too(tokens):
     assert program.memory_analysis().temp_size_in_bytes < 256 * 2**20
 
 
-@pytest.mark.parametrize("real", [False, True], ids=["around", "real"])
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["around", "real"])
 def test_memory_and_no_dense_array(real):
     program = compiled(8192, real=real)
     assert program.memory_analysis().temp_size_in_bytes < 256 * 2**20
