@@ -45,50 +45,60 @@ def attention_statistics(
     position = context_length[sequence] + place
     sampled = (position + 1 >= FEWEST_KEYS) & (length > 0)
     *scales, layer = scales_and_layer
-    pools = [pool.reshape(-1, *pool.shape[2:]) for pool in (pages, *scales)]
-    keys, seen = _keys(pools, page_table + layer * pages.shape[1], sequence, position)
-    heads = keys.shape[2]
+    keys, seen = _keys((pages, *scales), page_table + layer * pages.shape[1], sequence, position)
+    heads = keys.shape[1]
     row = jnp.clip(query_start[sequence] + place, 0, query.shape[0] - 1)
     grouped = query[row].astype(jnp.float32).reshape(rows, heads, -1, query.shape[-1]) * scale
-    logits = jnp.einsum("rhgd,rlhd->rhgl", grouped, keys)
+    logits = jnp.einsum("rhgd,rhld->rhgl", grouped, keys)
     seen = (seen & sampled[:, None])[:, None, None, :]
-    weights = jnp.exp(logits - jnp.max(jnp.where(seen, logits, -1e30), axis=-1, keepdims=True))
-    weights = jnp.where(seen, weights, 0)
-    weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1)  # the largest is one, if any is there
-    entropy = -jnp.sum(jnp.where(weights > 0, weights * jnp.log(weights), 0))
-    saturated = jnp.sum(jnp.max(weights, -1) > SATURATED, dtype=jnp.float32)
-    count = jnp.sum(sampled, dtype=jnp.float32) * heads * grouped.shape[2]
-    bound = _largest_norm(query, valid) * _largest_norm(key, valid) * scale
-    smallest = jnp.min(jnp.where(seen, logits, jnp.inf))
-    largest = jnp.max(jnp.where(seen, logits, -jnp.inf))
+    largest = jnp.max(jnp.where(seen, logits, -jnp.inf), axis=-1)
+    smallest = jnp.min(jnp.where(seen, logits, jnp.inf), axis=-1)
+    below = logits - jnp.where(largest == -jnp.inf, 0, largest)[..., None]
+    weights = jnp.where(seen, jnp.exp(below), 0)
+    total = jnp.sum(weights, axis=-1)  # the largest weight is one, if any is there
+    entropy = jnp.log(jnp.maximum(total, 1)) - jnp.sum(jnp.where(weights > 0, weights * below, 0), -1) / jnp.maximum(total, 1)
+    saturated = (total > 0) & (total * SATURATED < 1)
+    sampled = jnp.broadcast_to(sampled[:, None, None], total.shape)
+    # Two reductions to vectors: XLA for TPU gives each scalar a kernel and a trip to HBM.
+    sums = jnp.sum(_columns(sampled, saturated, entropy), axis=1)
+    norms = jnp.where(valid, jnp.stack([_largest_square(query), _largest_square(key)]), 0)
+    ends = jnp.max(_columns(-smallest, largest), axis=1)
+    bound = jnp.prod(jnp.sqrt(jnp.max(norms, axis=1)), keepdims=True) * scale
     if head_axes:
-        count, saturated, entropy = lax.psum((count, saturated, entropy), head_axes)
-        smallest, (largest, bound) = lax.pmin(smallest, head_axes), lax.pmax((largest, bound), head_axes)
-    return jnp.stack([count, smallest, largest, bound, saturated, entropy])[None]
+        sums = lax.psum(sums, head_axes)
+        ends, bound = lax.pmax((ends, bound), head_axes)
+    return jnp.concatenate([sums[:1], -ends[:1], ends[1:], bound, sums[1:]])[None]
+
+
+def _columns(*arrays):
+    """Equally large arrays as rows of one, in float32."""
+    return jnp.stack([array.astype(jnp.float32).reshape(-1) for array in arrays])
 
 
 def _keys(pools, page_table, sequence, position):
-    """Keys [rows, keys, KV heads, head dim] of the pages to compare each row with, and which of them it attends to.
+    """Keys [rows, KV heads, keys, head dim] of the pages to compare each row with, and which of them [rows, keys] it attends
+    to. The others may be anything, as an unwritten page is.
 
-    pools: pages, and their scales where they have any.
+    pools: pages of all layers, [layers, pages, 2 * KV heads, page size, head dim], and their scales where they have any.
+    page_table: of one layer, which counts pages through all layers.
     """
     pages, *scales = pools
-    size = pages.shape[2]
+    planes, size, dim = pages.shape[2:]
     count = min(page_table.shape[1], max(2, -(-KEYS // size)))
     number = jnp.arange(count)
     # The first page, then the latest ones; all from the first on where there are no more than `count`.
     latest = jnp.maximum(position // size - count + 1, 0)[:, None] + number
     latest = jnp.where(number == 0, 0, latest)
     table = jnp.take_along_axis(page_table[sequence], latest, axis=1)
-    keys = pages[table][:, :, ::2].astype(jnp.float32)
+    # Keys alone, head by head: no value is read, and nothing has to be turned.
+    plane = table[:, None, :] * planes + 2 * jnp.arange(planes // 2)[:, None]
+    keys = pages.reshape(-1, size, dim)[plane].astype(jnp.float32)
     for pool in scales:
-        keys = keys * pool[table][:, :, ::2, :, None]
-    keys = jnp.swapaxes(keys, 2, 3).reshape(len(position), count * size, -1, pages.shape[-1])
+        keys = keys * pool.reshape(-1, size)[plane][..., None]
     place = (latest[:, :, None] * size + jnp.arange(size)).reshape(len(position), -1)
-    seen = place <= position[:, None]
-    return jnp.where(seen[..., None, None], keys, 0), seen  # an unwritten page may hold anything
+    return keys.reshape(len(position), planes // 2, -1, dim), place <= position[:, None]
 
 
-def _largest_norm(heads, valid):
-    squares = jnp.sum(jnp.square(heads.astype(jnp.float32)), axis=-1)
-    return jnp.sqrt(jnp.max(jnp.where(valid[:, None], squares, 0)))
+def _largest_square(heads):
+    """[T] the largest squared norm of a row's heads."""
+    return jnp.max(jnp.sum(jnp.square(heads.astype(jnp.float32)), axis=-1), axis=-1)

@@ -36,14 +36,17 @@ def gated_delta_net_statistics(
     ]
     beta_min, decay_max = gates(ends[0], ends[1], A_log, dt_bias)
     beta_max, decay_min = gates(ends[2], ends[3], A_log, dt_bias)
-    ranges = [jnp.min(beta_min), jnp.max(beta_max), jnp.min(jnp.exp(decay_min)), jnp.max(jnp.exp(decay_max))]
+    # One reduction to a vector: XLA for TPU gives each scalar a kernel and a trip to HBM.
+    signs = jnp.array([-1.0, 1, -1, 1])
+    ranges = signs * jnp.max(jnp.stack([-beta_min, beta_max, -jnp.exp(decay_min), jnp.exp(decay_max)]), axis=1)
     count = min(SAMPLES, len(slot))
     sequence, turn, _ = sample_sequences(query_length, context_length, count)
-    norm = jnp.sqrt(jnp.max(jnp.sum(jnp.square(state[layer, slot[sequence]].astype(jnp.float32)), axis=(-2, -1)), axis=-1))
+    states = state.reshape(-1, *state.shape[2:])[layer * state.shape[1] + slot[sequence]]
+    norm = jnp.sqrt(jnp.max(jnp.sum(jnp.square(states.astype(jnp.float32)), axis=(-2, -1)), axis=-1))
     position = jnp.where((turn == 0) & (query_length[sequence] > 0), (context_length + query_length)[sequence], 0)
     samples = jnp.stack([sequence.astype(jnp.float32), position.astype(jnp.float32), norm], axis=1)
     samples = jnp.pad(samples, ((0, SAMPLES - count), (0, 0)))
-    row = jnp.concatenate([jnp.stack(ranges), samples.reshape(-1)])
+    row = jnp.concatenate([ranges, samples.reshape(-1)])
     if head_axes:  # sequences and positions are the same everywhere
         smallest, largest = lax.pmin(row, head_axes), lax.pmax(row, head_axes)
         row = jnp.where(jnp.isin(jnp.arange(len(row)), jnp.array([0, 2])), smallest, largest)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 
 from custom_ops.monitoring.finite import BROKEN_BY_MLP
-from custom_ops.ragged_moe.routing import route
+from custom_ops.ragged_moe.routing import chosen_experts
 
 ROUTING = ("tokens", "entropy", "entropy_min", "largest_min", "largest_max", "flushed")
 """First columns: tokens, the sum of their routers' entropies and the smallest one, in nats; smallest and largest over the
@@ -28,23 +26,17 @@ def routing_statistics(rows, router_logits, valid, finiteness, *, top_k: int):
         finiteness: [T] as the function of that name gives it.
     """
     broken = valid & (finiteness == BROKEN_BY_MLP)
+    chosen = chosen_experts(router_logits, valid, top_k=top_k)
+    loads = [jnp.sum(kept, axis=0, dtype=jnp.float32) for kept in (chosen, chosen & broken[:, None])]
     logits = router_logits.astype(jnp.float32)
-    log = jax.nn.log_softmax(logits, axis=-1)
-    entropy = -jnp.sum(jnp.exp(log) * log, axis=-1)
-    expert, _ = route(router_logits, valid, top_k=top_k)  # the very call of `ragged_moe`: XLA computes it once
-    chosen = expert.reshape(-1, 1) == jnp.arange(logits.shape[-1])
-
-    def of_broken():
-        return jnp.sum(chosen & jnp.repeat(broken, top_k)[:, None], axis=0, dtype=jnp.float32)
-
-    spoilt = lax.cond(jnp.any(broken), of_broken, lambda: jnp.zeros(logits.shape[-1]))
-    loads = [jnp.sum(chosen, axis=0, dtype=jnp.float32), spoilt]
+    below = logits - jnp.max(logits, axis=-1, keepdims=True)
+    total = jnp.sum(jnp.exp(below), axis=-1)
+    entropy = jnp.log(total) - jnp.sum(jnp.exp(below) * below, axis=-1) / total
     size = jnp.abs(rows.astype(jnp.float32))
     largest = jnp.max(size, axis=-1)
-    flushed = jnp.sum((size > 0) & (size * FP8_RANGE < largest[:, None]), axis=-1)
-    columns = [
-        jnp.sum(valid), jnp.sum(jnp.where(valid, entropy, 0)), jnp.min(jnp.where(valid, entropy, jnp.inf)),
-        jnp.min(jnp.where(valid, largest, jnp.inf)), jnp.max(jnp.where(valid, largest, 0)),
-        jnp.sum(jnp.where(valid, flushed, 0)),
-    ]  # fmt: skip
-    return jnp.concatenate([jnp.stack([column.astype(jnp.float32) for column in columns]), *loads])[None]
+    flushed = jnp.sum((size > 0) & (size * FP8_RANGE < largest[:, None]), axis=-1, dtype=jnp.float32)
+    # Two reductions to vectors: XLA for TPU gives each scalar a kernel and a trip to HBM.
+    sums = jnp.sum(jnp.where(valid, jnp.stack([valid.astype(jnp.float32), entropy, flushed]), 0), axis=1)
+    ends = jnp.max(jnp.where(valid, jnp.stack([-entropy, -largest, largest]), -jnp.inf), axis=1)
+    columns = [sums[:2], -ends[:2], jnp.maximum(ends[2:], 0), sums[2:]]
+    return jnp.concatenate([*columns, *loads])[None]

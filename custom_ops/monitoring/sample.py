@@ -13,9 +13,10 @@ def sample_sequences(query_length, context_length, count: int):
     """
     has_rows = query_length > 0
     present = jnp.maximum(jnp.sum(has_rows, dtype=jnp.int32), 1)
-    order = jnp.argsort(~has_rows, stable=True)
+    turn = jnp.cumsum(has_rows, dtype=jnp.int32)  # of each among those with rows, from one
     # Contexts grow in regular steps; a multiplicative hash (Knuth) keeps the choice from falling in step with them.
     longest = jnp.max(jnp.where(has_rows, context_length + query_length, 0)).astype(jnp.uint32)
     offset = ((longest * jnp.uint32(2654435769)) >> 16).astype(jnp.int32)
     number = jnp.arange(count)
-    return order[(offset + number) % present], number // present, present
+    chosen = (offset + number) % present + 1
+    return jnp.argmax(turn == chosen[:, None], axis=1).astype(jnp.int32), number // present, present

@@ -10,6 +10,7 @@ import pytest
 from custom_ops import monitoring
 from custom_ops.monitoring.attention import ROWS
 from custom_ops.monitoring.sample import sample_sequences
+from custom_ops.ragged_moe.routing import _is_among_largest, _is_among_top
 from custom_ops.ragged_paged_attention.pages import write
 
 PAGE, HEADS, GROUP, DIM = 16, 2, 3, 8
@@ -113,6 +114,16 @@ def test_routing():
     scale = np.abs(rows).max(1, keepdims=True) / 448
     rounded = np.asarray(jnp.asarray(rows / scale, jnp.float8_e4m3fn), np.float32)
     assert columns["flushed"] == (rounded == 0)[np.asarray(valid)].sum()
+
+
+@pytest.mark.parametrize("step", [1e-9, 0.05, 0.5, 2.0])
+def test_the_largest_on_a_tpu_are_those_of_top_k(step):
+    """Also where many are equal."""
+    rng = np.random.default_rng(2)
+    share = jax.nn.softmax(jnp.asarray(step * np.round(rng.standard_normal((64, 40)) / step), jnp.float32), axis=-1)
+    found, expected = (jax.jit(function, static_argnames="count")(share, count=10)
+                       for function in (_is_among_largest, _is_among_top))  # fmt: skip
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_where_values_stop_being_finite():
