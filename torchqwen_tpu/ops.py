@@ -19,6 +19,7 @@ from custom_ops.ragged_moe.wire import FOR_FP8_WEIGHTS
 from torchqwen_tpu.batch import RaggedBatch
 from torchqwen_tpu.config import RuntimeConfig
 from torchqwen_tpu.parallel.mesh import Axes, DeviceMesh
+from torchqwen_tpu.runtime.graph import read_before_writes
 
 # Logical axes of arrays. A sequence, a slot and a page belong to one data-parallel rank, as tokens do.
 ROWS = ("tokens",)
@@ -206,7 +207,9 @@ class Operations:
             head_axes=self.mesh.axes("heads"),
         )
         sequences = (batch.query_start, batch.query_length, batch.context_length, batch.page_table)
-        return op(query, key, pages, batch.valid, *sequences, *scales, layer)[0]
+        row = op(query, key, pages, batch.valid, *sequences, *scales, layer)[0]
+        read_before_writes(row, *paged)
+        return row
 
     def gated_delta_net_statistics(self, b, a, A_log, dt_bias, state, layer, batch: RaggedBatch) -> torch.Tensor:
         """See `custom_ops.monitoring.gated_delta_net_statistics`; [ranks, columns]."""
@@ -218,7 +221,9 @@ class Operations:
             head_axes=self.mesh.axes("heads"),
         )
         sequences = (batch.query_length, batch.context_length, batch.slot)
-        return op(b, a, A_log, dt_bias, state, batch.valid, *sequences, layer)[0]
+        row = op(b, a, A_log, dt_bias, state, batch.valid, *sequences, layer)[0]
+        read_before_writes(row, state)
+        return row
 
     def routing_statistics(self, rows, router_logits, batch: RaggedBatch, finiteness, *, top_k: int) -> torch.Tensor:
         """See `custom_ops.monitoring.routing_statistics`; [ranks, columns]."""

@@ -41,6 +41,14 @@ def fence(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def read_before_writes(result: torch.Tensor, *states: torch.Tensor) -> None:
+    """Have everything that is computed of `states` from here on wait for `result`, which was computed of them, too.
+
+    Otherwise XLA may put the next layer's write in place before the read, and then keeps a copy of the states of all layers.
+    """
+    optimization_barrier_([result, *states])
+
+
 def compilations() -> int:
     """How many graphs torch_xla has compiled in this process."""
     data = metrics.metric_data("CompileTime")
