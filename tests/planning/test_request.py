@@ -46,6 +46,12 @@ def test_both_graphs_share_their_cache():
     assert both["decode"].tokens_per_sequence == both["extend"].tokens_per_sequence == 110
 
 
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_watch_looks_at_every_kind_of_step(watched):
+    request = PlanRequest("m", watched=watched)
+    assert {graph.watched for graph in graphs(request, Path("config.json"), DeviceMesh(4, 2, "dp")).values()} == {watched}
+
+
 def command(capsys, *arguments: str) -> tuple[int, str]:
     status = main(["plan", *arguments])
     return status, capsys.readouterr().err

@@ -25,6 +25,14 @@ def add(commands) -> None:
         description="Traces the model's steps from its config.json, compiles them with the TPU compiler (libtpu, no TPU "
         "needed) and models their times. Takes minutes. Exit status 2 where it does not fit.",
     )  # fmt: skip
+    add_request(parser)
+    parser.add_argument("--json", metavar="F", help="also write everything to this JSON file")
+    parser.add_argument("--report", metavar="F", help="also write a report in HTML to this file")
+    parser.set_defaults(run=run)
+
+
+def add_request(parser: argparse.ArgumentParser) -> None:
+    """Arguments that `request_of` makes a `PlanRequest` of."""
     default = {field.name: field.default for field in dataclasses.fields(PlanRequest)}
     parser.add_argument("--model", required=True, metavar="M", help="folder with a config.json, that file, or an id on the hub")
     parser.add_argument(
@@ -48,14 +56,15 @@ def add(commands) -> None:
     parser.add_argument(
         "--kv-dtype", default=default["kv_dtype"], choices=KV_DTYPES, help="of the KV pages (default: %(default)s)"
     )
-    parser.add_argument("--json", metavar="F", help="also write everything to this JSON file")
-    parser.add_argument("--report", metavar="F", help="also write a report in HTML to this file")
-    parser.set_defaults(run=run)
+
+
+def request_of(arguments: argparse.Namespace) -> PlanRequest:
+    names = {field.name for field in dataclasses.fields(PlanRequest)} - {"layout", "watched"}
+    return PlanRequest(**{name: getattr(arguments, name) for name in names}, layout=arguments.parallel)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    names = {field.name for field in dataclasses.fields(PlanRequest)} - {"layout"}
-    request = PlanRequest(**{name: getattr(arguments, name) for name in names}, layout=arguments.parallel)
+    request = request_of(arguments)
     for file in (arguments.json, arguments.report):
         if file and not Path(file).resolve().parent.is_dir():
             raise ValueError(f"there is no folder to write {file} into")

@@ -34,6 +34,7 @@ class PlanRequest:
         kv_dtype: of the KV pages, 'bf16' or 'fp8'.
         page_size: tokens a KV page.
         prefill_chunk: the most tokens a rank takes in one step.
+        watched: whether a numerical watch looks at every step.
 
     Raises:
         ValueError: naming what cannot be.
@@ -50,6 +51,7 @@ class PlanRequest:
     kv_dtype: str = "bf16"
     page_size: int = DEFAULT_PAGE_SIZE["TPU"]
     prefill_chunk: int = EngineConfig.token_budget
+    watched: bool = False
 
     def __post_init__(self) -> None:
         for name in ("concurrency", "input_len", "output_len", "prefill_chunk"):
@@ -79,6 +81,7 @@ class Graph:
         tokens: of a rank in one step; None for the decode loop.
         decode_steps: decode steps in one run of the graph.
         candidates: that sampling sorts.
+        watched: whether a numerical watch looks at the step.
     """
 
     config: str
@@ -96,6 +99,7 @@ class Graph:
     tokens: int | None = None
     decode_steps: int = RuntimeConfig.decode_steps
     candidates: int = 0
+    watched: bool = False
 
     module = "torchqwen_tpu.planning.child"
 
@@ -112,6 +116,6 @@ def graphs(request: PlanRequest, config: Path, mesh: DeviceMesh, key_value_copie
         "config": str(config), "topology": request.topology, "chips": mesh.chips, "cores": mesh.cores, "layout": mesh.layout,
         "key_value_copies": key_value_copies, "weights": request.dtype, "state_dtype": request.state_dtype,
         "kv_dtype": request.kv_dtype, "page_size": request.page_size, "sequences": request.concurrency,
-        "tokens_per_sequence": request.total_len,
+        "tokens_per_sequence": request.total_len, "watched": request.watched,
     }  # fmt: skip
     return {"extend": Graph(**common, tokens=tokens), "decode": Graph(**common)}

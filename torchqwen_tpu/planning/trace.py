@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 from custom_ops.bridge import lowering_for
 from torchqwen_tpu.cache import CacheLayout
 from torchqwen_tpu.config import RuntimeConfig
+from torchqwen_tpu.monitoring.recorder import Statistics
 from torchqwen_tpu.ops import Operations
 from torchqwen_tpu.parallel.mesh import DeviceMesh
 from torchqwen_tpu.planning.arguments import DTYPE, Inputs, build_model, make_states
@@ -56,8 +57,11 @@ def trace(config: PretrainedConfig, graph: Graph, implementations: dict[str, str
         # As the engine serves them: page tables of a rounded length over a pool of as many pages as the sequences fill.
         pages = -(-graph.sequences // mesh.ranks) * -(-graph.tokens_per_sequence // cache.page_size)
         cache = dataclasses.replace(cache, pool=pages)
-        decode = graph.tokens is None
-        size = DecodeShape(cache, candidates=graph.candidates) if decode else ExtendShape(graph.tokens, cache.rows, cache)
+        decode, recorders = graph.tokens is None, (Statistics.of(model.config),) if graph.watched else ()
+        if decode:
+            size = DecodeShape(cache, candidates=graph.candidates, recorders=recorders)
+        else:
+            size = ExtendShape(graph.tokens, cache.rows, cache, recorders=recorders)
         tensors = [inputs.make(HEADER, (mesh.ranks, size.header.width), torch.int32, ("tokens", None))]
         if decode:
             tensors.append(inputs.make(HEADER, (mesh.ranks, 3 * cache.rows), torch.float32, ("tokens", None)))
