@@ -29,6 +29,6 @@ def test_the_watch_adds_little_time_and_no_collective(tmp_path):
     assert set(costs) == {"prefill", "mixed", "decode, start", "decode, end"}
     for kind, cost in costs.items():
         layer = DECODE_LAYER if kind.startswith("decode") else cost.plain.seconds / LAYERS
-        assert 0 < cost.added * cost.plain.seconds / LAYERS < SHARE * layer, table(costs)
+        assert cost.added * cost.plain.seconds / LAYERS < SHARE * layer, table(costs)
         assert cost.collectives == {}
         assert not cost.watched.unknown_loops
