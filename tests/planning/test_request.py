@@ -25,6 +25,11 @@ def test_a_model_is_a_folder_or_its_configuration(tiny_folder):
     assert find_config(str(tiny_folder)) == find_config(str(tiny_folder / "config.json")) == tiny_folder / "config.json"
 
 
+@pytest.mark.parametrize("model", ["Qwen/Qwen3.5-35B-A3B", "models/Qwen3.5-35B-A3B/config.json", "models/Qwen3.5-35B-A3B.json"])
+def test_the_name_of_a_model(model):
+    assert PlanRequest(model).model_name == "Qwen3.5-35B-A3B"
+
+
 def test_no_such_model(tmp_path):
     with pytest.raises(FileNotFoundError, match="nothing-here"):
         find_config(str(tmp_path / "nothing-here"))

@@ -37,7 +37,7 @@ def write_report(plan: Plan, file: Path) -> None:
 
 def render(plan: Plan) -> str:
     request, best = plan.request, plan.best
-    title = f"Plan of {Path(request.model).stem} on {request.topology}"
+    title = f"Plan of {request.model_name} on {request.topology}"
     body = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="lead{"" if best.fits else " bad"}">{escape(headline(plan))}</p>',

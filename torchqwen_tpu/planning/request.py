@@ -66,6 +66,14 @@ class PlanRequest:
         RuntimeConfig(page_size=self.page_size, state_dtype=self.state_dtype)  # refuses what does not run
 
     @property
+    def model_name(self) -> str:
+        """What a reader calls the model."""
+        path = Path(self.model)
+        if path.name == "config.json":
+            path = path.parent
+        return path.resolve().name.removesuffix(".json")
+
+    @property
     def total_len(self) -> int:
         return self.input_len + self.output_len
 
