@@ -1,4 +1,4 @@
-"""The watch in steps that the TPU compiler compiled: layers of 397B, cut to one period, an eighth of the experts."""
+"""The watch in steps that the TPU compiler compiled: 397B, cut to one period of layers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from torchqwen_tpu.monitoring.modelled import modelled_costs, table
 from torchqwen_tpu.planning.request import PlanRequest
 
 CONFIG = Path(__file__).parents[1] / "data" / "configs" / "Qwen3.5-397B-A17B.json"
-LAYERS, EXPERTS, VOCABULARY = 4, 64, 8192
+LAYERS, VOCABULARY = 4, 8192
 SHARE = 0.03
-DECODE_LAYER = 15.4e-3 / 60
-"""Seconds of a layer of the whole model in a decode step of 64 sequences, as modelled: with fewer experts it reads less."""
 
 
 @pytest.mark.slow
@@ -22,13 +20,11 @@ def test_the_watch_adds_little_time_and_no_collective(tmp_path):
     config = json.loads(CONFIG.read_text())
     text = config["text_config"]
     text |= {"num_hidden_layers": LAYERS, "layer_types": text["layer_types"][:LAYERS], "vocab_size": VOCABULARY}
-    text["num_experts"] = EXPERTS
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
     costs = modelled_costs(PlanRequest(str(file), dtype="fp8", state_dtype="bfloat16"))
     assert set(costs) == {"prefill", "mixed", "decode, start", "decode, end"}
-    for kind, cost in costs.items():
-        layer = DECODE_LAYER if kind.startswith("decode") else cost.plain.seconds / LAYERS
-        assert cost.added * cost.plain.seconds / LAYERS < SHARE * layer, table(costs)
+    for cost in costs.values():
+        assert cost.added < SHARE, table(costs)
         assert cost.collectives == {}
         assert not cost.watched.unknown_loops
