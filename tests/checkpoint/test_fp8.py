@@ -230,7 +230,8 @@ def test_scanned_layers(tmp_path, row, policy):
     assert all(":" in name for name in names) and 2 * len(names) == len(fp8_names(plain))
     assert len(names) == (0 if policy == "dequantize" else 12)
     assert_same_numbers(published_state(scanned), published_state(plain))
-    torch.testing.assert_close(scanned(**padded([row])).logits.cpu(), plain(**padded([row])).logits.cpu(), atol=1e-5, rtol=0)
+    # Logits of up to three, from graphs that round in different places.
+    torch.testing.assert_close(scanned(**padded([row])).logits.cpu(), plain(**padded([row])).logits.cpu(), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("policy", ["keep", "channel"])
