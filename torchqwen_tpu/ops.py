@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import torch
@@ -19,7 +19,7 @@ from custom_ops.ragged_moe.wire import FOR_FP8_WEIGHTS
 from torchqwen_tpu.batch import RaggedBatch
 from torchqwen_tpu.config import RuntimeConfig
 from torchqwen_tpu.parallel.mesh import Axes, DeviceMesh
-from torchqwen_tpu.runtime.graph import read_before_writes
+from torchqwen_tpu.runtime.graph import barrier
 
 # Logical axes of arrays. A sequence, a slot and a page belong to one data-parallel rank, as tokens do.
 ROWS = ("tokens",)
@@ -207,9 +207,7 @@ class Operations:
             head_axes=self.mesh.axes("heads"),
         )
         sequences = (batch.query_start, batch.query_length, batch.context_length, batch.page_table)
-        row = op(query, key, pages, batch.valid, *sequences, *scales, layer)[0]
-        read_before_writes(row, *paged)
-        return row
+        return op(query, key, pages, batch.valid, *sequences, *scales, layer)[0]
 
     def gated_delta_net_statistics(self, b, a, A_log, dt_bias, state, layer, batch: RaggedBatch) -> torch.Tensor:
         """See `custom_ops.monitoring.gated_delta_net_statistics`; [ranks, columns]."""
@@ -221,15 +219,32 @@ class Operations:
             head_axes=self.mesh.axes("heads"),
         )
         sequences = (batch.query_length, batch.context_length, batch.slot)
-        row = op(b, a, A_log, dt_bias, state, batch.valid, *sequences, layer)[0]
-        read_before_writes(row, state)
-        return row
+        return op(b, a, A_log, dt_bias, state, batch.valid, *sequences, layer)[0]
 
     def routing_statistics(self, rows, router_logits, batch: RaggedBatch, finiteness, *, top_k: int) -> torch.Tensor:
         """See `custom_ops.monitoring.routing_statistics`; [ranks, columns]."""
         axes = (ROWS_DIM, ROWS_DIM, ROWS, ROWS)
         op = self._op("routing_statistics", monitoring.routing_statistics, axes, (ROWS_DIM,), top_k=top_k)
         return op(rows, router_logits, batch.valid, finiteness)[0]
+
+    def read_before_writes(self, result: torch.Tensor, states: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+        """Have the layers that follow one with `output` [tokens, hidden size] write to `states` only when `result`
+        [ranks, columns] has been computed of them; values stay as they are.
+
+        Otherwise XLA may put the next layer's write in place before the read, and then keeps a copy of the states of all
+        layers.
+        """
+        if current_platform() == "tpu":
+            barrier(result, *states)
+        else:  # XLA:CPU drops barriers before it looks where it needs copies
+            after = self._op("after", _after, (ROWS_DIM, ROWS_DIM), (ROWS_DIM,))
+            output.copy_(after(output, result)[0])
+
+
+def _after(rows, result):
+    """The rows, which XLA takes to depend on a result: it does not see that this condition never holds."""
+    never = (lax.bitcast_convert_type(result[0, 0], jnp.uint32) | 1) == 0
+    return jnp.where(never, 0, rows)
 
 
 def _select(rows, index):

@@ -44,9 +44,11 @@ class Statistics:
         if "attention.query" in taps:
             values = (taps[f"attention.{name}"] for name in ("query", "key", "pages"))
             kept["attention"] = ops.attention_statistics(*values, taps["number"], batch)
+            ops.read_before_writes(kept["attention"], taps["attention.pages"], taps["output"])
         else:
             values = (taps[f"gated_delta_net.{name}"] for name in ("b", "a", "A_log", "dt_bias", "state"))
             kept["gated_delta_net"] = ops.gated_delta_net_statistics(*values, taps["number"], batch)
+            ops.read_before_writes(kept["gated_delta_net"], [taps["gated_delta_net.state"]], taps["output"])
         if "router.logits" in taps:
             kept["routing"] = ops.routing_statistics(
                 taps["experts.input"], taps["router.logits"], batch, kept["finiteness"], top_k=self.top_k

@@ -30,6 +30,11 @@ def scan(function: Callable, carry, slices):
     return _scan_impl_pytree(function, carry, slices)
 
 
+def barrier(*tensors: torch.Tensor) -> None:
+    """Have everything that is computed of any of these from here on wait for all of them."""
+    optimization_barrier_(list(tensors))
+
+
 def fence(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, across which XLA moves nothing.
 
@@ -37,16 +42,8 @@ def fence(tensor: torch.Tensor) -> torch.Tensor:
     dimensions, and for it turn the weights of a layer, in a copy, in every step.
     """
     tensor = tensor * 1  # the barrier works in place
-    optimization_barrier_([tensor])
+    barrier(tensor)
     return tensor
-
-
-def read_before_writes(result: torch.Tensor, *states: torch.Tensor) -> None:
-    """Have everything that is computed of `states` from here on wait for `result`, which was computed of them, too.
-
-    Otherwise XLA may put the next layer's write in place before the read, and then keeps a copy of the states of all layers.
-    """
-    optimization_barrier_([result, *states])
 
 
 def compilations() -> int:
