@@ -12,7 +12,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_builder as xla_builder
 from torch_xla import _XLAC
-from torch_xla.core.xla_model import optimization_barrier_
+from torch_xla.core.xla_model import optimization_barrier_, wait_device_ops
 from torch_xla.debug import metrics
 from torch_xla.experimental.scan import _scan_impl_pytree  # the public scan insists on autograd formulas
 
@@ -92,6 +92,9 @@ class CompiledGraph:
             _XLAC._set_buffer_donation(inputs[position], False)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        # `_run_cached_graph` waits for its turn on the device without letting go of Python's lock, and the thread that ran the
+        # last graph may need that lock to free inputs, before it gives up its turn. This waits for the turn without the lock.
+        wait_device_ops()
         return _XLAC._run_cached_graph(
             self._hash, [inputs[entry] if isinstance(entry, int) else entry for entry in self.arguments]
         )
